@@ -7,8 +7,8 @@ Python and says so.
 """
 
 import os
+import site
 import sys
-import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -37,7 +37,7 @@ def extension():
         without_kernels("CAPTUM_SSM_BUILD=0")
         return {}
     # pip builds in an environment of its own, without torch. The one that it installs into has it.
-    sys.path += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    sys.path += site.getsitepackages()
     try:
         from torch.utils import cpp_extension
     except ImportError as error:

@@ -31,6 +31,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from captum_ssm.examples import stories
+from captum_ssm.examples.copying import (
+    SEPARATOR_ID,
+    held_out_batch,
+    predicting_positions,
+    source_positions,
+)
+from captum_ssm.examples.digits import held_out_digits
 from captum_ssm.interventions import (
     TokenKnockout,
     activation_patching,
@@ -42,13 +50,10 @@ from captum_ssm.models import VisionMamba
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "tutorials" / "models"
-for folder in ("copying", "passkey", "language", "vision", "papers"):
+for folder in ("passkey", "papers"):
     sys.path.append(str(ROOT / "benchmarks" / folder))
 import records  # noqa: E402
-import stories  # noqa: E402
-from data import held_out  # noqa: E402
 from explanations import of_images, of_this_library, of_token_ids  # noqa: E402
-from task import SEPARATOR_ID, held_out_batch, predicting_positions, source_positions  # noqa: E402
 
 LENGTH = 20
 PATCH, EMPTY = 4, -0.5  # of the digits model, and of its canvas
@@ -283,7 +288,7 @@ def of_digits(count: int, formulation: str) -> Asked:
     """Images and their predicted class, patch by patch."""
     weights = load_file(MODELS / "digits-vim" / "model.safetensors")
     model = VisionMamba.from_state_dict(weights)
-    images = held_out(count).images
+    images = held_out_digits(count).images
     with torch.no_grad():
         classes = model(images).argmax(1)
 

@@ -35,13 +35,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import ReceptiveField, UnsupportedModelError, effective_receptive_field
+from captum_ssm.examples.digits import held_out_digits
 from captum_ssm.kernels import DiagonalCoefficients, diagonal_scan
 from captum_ssm.metrics import bootstrap
 from captum_ssm.models import VisionMamba
 from captum_ssm.visualization import receptive_field_map
-
-sys.path.append(str(Path(__file__).resolve().parent / "vision"))
-from data import held_out
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("opensr-mamba==0.0.1", "einops==0.8.2")
@@ -207,7 +205,7 @@ def main() -> None:
             for weights in ("trained", "random"):
                 if name == "digits-vim":
                     model = forward = vim(weights == "trained")
-                    inputs = held_out(args.canvases).images
+                    inputs = held_out_digits(args.canvases).images
                 else:
                     model = opensr(folder, weights == "trained", args.size)
                     inputs = photographs(args.crops, args.size)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,11 +39,9 @@ from captum_ssm import (
     RawAttention,
     UnifiedImplicitAttention,
 )
+from captum_ssm.examples.typeseg import PLACEHOLDER, TypeSeg, ids_of
 from captum_ssm.kernels import DiagonalCoefficients, diagonal_scan
 from captum_ssm.metrics import bootstrap, evaluate, flipping
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tutorials"))
-from typeseg_model import PLACEHOLDER, TypeSeg, ids_of
 
 LENGTH, PASTED = 160, 44
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -325,7 +322,7 @@ def agreement(relevance: Tensor, reference: Tensor, others: Tensor) -> dict[str,
 
 
 def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """What ``typeseg_model.selective_scan`` computes, by this library's kernel."""
+    """What ``captum_ssm.examples.typeseg.selective_scan`` computes, by this library's kernel."""
     coefficients = DiagonalCoefficients(dt, dt, A, B[:, :, None], C[:, :, None], None)
     return diagonal_scan(x, coefficients) + D * x
 

@@ -78,8 +78,9 @@ shutil.rmtree(DOCS / "tutorials", ignore_errors=True)
 (DOCS / "tutorials").mkdir()
 THUMBNAILS.mkdir(exist_ok=True)
 for notebook in sorted((DOCS.parent / "tutorials").glob("*.ipynb")):
-    shutil.copy2(notebook, DOCS / "tutorials")
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
+    (DOCS / "tutorials" / notebook.name).write_text(text, encoding="utf-8")
+    cells = json.loads(text)["cells"]
     data = [output.get("data", {}) for cell in cells for output in cell.get("outputs", ())]
     figures = [each["image/png"] for each in data if "image/png" in each]
     for figure in figures[:1]:

@@ -7,7 +7,6 @@ library computes today. That takes a few seconds.
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from matplotlib.colors import to_hex
 
 from captum_ssm import examples, explain, hidden_attention
 from captum_ssm.attr import methods
+from captum_ssm.examples.digits import held_out_digits
 from captum_ssm.visualization import (
     color_limit,
     image_overlay,
@@ -48,11 +48,8 @@ def write(folder: Path) -> None:
     page = explain(reader, tokenizer, text, methods=every, maps=True, lens=True, **asked)
     page.to_html(folder / "page" / "page.html")
 
-    sys.path.append(str(ROOT / "benchmarks" / "vision"))
-    import data
-
     viewer, _ = examples.load("digits-vim")
-    samples = data.held_out(3)
+    samples = held_out_digits(3)
     image, digit = samples.images[2:], int(samples.labels[2])
 
     for name, method in methods().items():

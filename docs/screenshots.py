@@ -21,6 +21,8 @@ import torch
 from playwright.sync_api import sync_playwright
 
 from captum_ssm import examples, explain
+from captum_ssm.examples.digits import compose, glyphs
+from captum_ssm.examples.stories import COLORS, OBJECTS, PRONOUNS
 from captum_ssm.explanation import Explanation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +43,7 @@ PICTURES = {
     "page_copying": ("copying", "t=7&map=out", (1240, 1240), None),
     "page_long": ("long", "t=0", (1240, 900), None),
     "page_image": ("digits", "view=all", (1240, 1120), None),
+    "page_series": ("forecast", "", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
@@ -62,11 +65,8 @@ def contrast() -> Explanation:
 
 def long() -> Explanation:
     """The story after a hundred facts about others."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "language"))
-    import stories as made
-
     rng = random.Random(7)
-    people, colors, things = sorted(made.PRONOUNS), made.COLORS, made.OBJECTS
+    people, colors, things = sorted(PRONOUNS), COLORS, OBJECTS
     facts = [
         f"{rng.choice(people)} has a {rng.choice(colors)} {rng.choice(things)}. "
         for _ in range(300)
@@ -92,14 +92,20 @@ def copying(word: str = "qwertyuiopasdfghjklz") -> Explanation:
 
 
 def digits() -> Explanation:
-    sys.path.insert(0, str(ROOT / "benchmarks" / "vision"))
-    import data
-
     model, _ = examples.load("digits-vim")
-    glyphs, labels = data.digits("test")
-    samples = data.compose(glyphs[:4], labels[:4], torch.Generator().manual_seed(0))
+    images, labels = glyphs("test")
+    samples = compose(images[:4], labels[:4], torch.Generator().manual_seed(0))
     options = {"methods": METHODS, "alternatives": 2, "mean": [0.25] * 3, "std": [0.5] * 3}
     return explain(model, samples.images, title="Digits in clutter", **options)
+
+
+def forecast() -> Explanation:
+    import pandas
+
+    model, _ = examples.load("series-forecaster")
+    names = ["demand", "price", "supply", "first mark", "second mark"]
+    table = pandas.DataFrame(examples.sample("series-forecaster")[0], columns=names)
+    return explain(model, table, target="price, 3 ahead", methods=METHODS, title="A forecast")
 
 
 def main() -> None:
@@ -117,7 +123,7 @@ def main() -> None:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         shown = {PICTURES[picture][0] for picture in args.pictures}
-        for make in (why, stories, contrast, long, copying, digits):
+        for make in (why, stories, contrast, long, copying, digits, forecast):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)
@@ -125,7 +131,7 @@ def main() -> None:
             name, state, (width, height), token = PICTURES[picture]
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
-            tab.locator(".part, .picture").first.wait_for()
+            tab.locator(".part, .picture, .series").first.wait_for()
             tab.wait_for_timeout(500)
             if token is not None:
                 tab.locator(f"[id$='-{token}']").first.hover()

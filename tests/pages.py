@@ -123,6 +123,106 @@ def picture(name: str = "A five") -> Example:
     )
 
 
+def film(name: str = "A clip") -> Example:
+    """Six frames of 32 × 32 in patches of two frames and 8 × 8; one patch decides."""
+    rng = np.random.default_rng(6)
+    frames = rng.integers(0, 256, (6, 32, 32, 3)).astype(np.uint8)
+    patches = rng.normal(0, 0.01, (2, 3, 4, 4)).astype(np.float32)
+    patches[:, 1, 2, 3] = 2.0
+    relevance = np.kron(patches, np.ones((1, 2, 8, 8))).astype(np.float32) / 128
+    return replace(picture(name), relevance=_methods(relevance), image=frames, grid=(3, 4, 4))
+
+
+def series(name: str = "load") -> Example:
+    """A forecast from 48 time steps of three features; one of them decides, at one step."""
+    rng = np.random.default_rng(4)
+    values = rng.normal(size=(48, 3)).cumsum(0).astype(np.float32)
+    relevance = rng.normal(0, 0.01, (1, 48, 3)).astype(np.float32)
+    relevance[0, 30, 1], relevance[0, 12, 2] = 2.0, -1.0
+    answer = Answer("load, 2 ahead", 4, None, 1.5, 1, 0)
+    return Example(
+        name=name,
+        outputs=(Output(None, (answer,), 0),),
+        relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance)},
+        deltas={"mamba-lrp": np.full(1, 0.5)},
+        series=values,
+        features=("wind", "load", "price"),
+    )
+
+
+def long_series(steps: int = 3000, features: int = 20) -> Example:
+    """More steps than a screen has pixels; two steps of one feature decide."""
+    rng = np.random.default_rng(5)
+    values = rng.normal(size=(steps, features)).cumsum(0).astype(np.float32)
+    relevance = rng.normal(0, 0.001, (1, steps, features)).astype(np.float32)
+    relevance[0, 1501, 7], relevance[0, 1500, 7] = 2.0, -1.0
+    names = tuple(f"a sensor with a long name, number {k}" for k in range(features))
+    return replace(series("long"), relevance=_methods(relevance), series=values, features=names)
+
+
+def row() -> Example:
+    """A row of a table of five features, of which one decides."""
+    relevance = np.array([[0.25, -2.0, 0.0, 0.5, 0.125]], dtype=np.float32)
+    values = np.array([39, 1.5, 0, -3, 12345], dtype=np.float32)
+    names = ("age", "rate", "none", "change", "income")
+    return replace(series("row 1"), relevance=_methods(relevance), series=values, features=names)
+
+
+def _methods(relevance: np.ndarray) -> dict[str, np.ndarray]:
+    return {"mamba-lrp": relevance, "raw-attention": np.abs(relevance)}
+
+
+def classes(name: str = "A review") -> Example:
+    """A text of one of three classes, explained by itself and against another one."""
+    answers = (
+        Answer("positive", 2, 0.8, 4.0, 1, 0),
+        Answer("mixed", 1, 0.15, 2.0, 2, 1),
+        Answer("negative", 0, 0.01, 0.0, 3, None),
+    )
+    return _labeled(name, (Output(None, answers, 0, (Contrast(0, 1, 2),)),), 3)
+
+
+def tags(name: str = "Names") -> Example:
+    """A label of each token: all but two tokens are no name."""
+    pieces = tokens(STORY)
+    outputs = []
+    for k, piece in enumerate(pieces):
+        label = "PERSON" if piece.text.strip() in ("Tom", "Mia") else "O"
+        answers = (Answer(label, k % 2, 0.9, 3.0, 1, k), Answer("THING", 2, 0.1, 1.0, 2))
+        outputs.append(Output(k, answers, 0, role="label"))
+    return _labeled(name, tuple(outputs), len(outputs))
+
+
+def places(name: str = "A question") -> Example:
+    """The answer to a question, "a blue kite", with its start and its end."""
+    L = len(tokens(STORY))
+    whole = (
+        Answer("a blue kite", 8 * L + 10, 0.6, 5.0, 1, 0),
+        Answer("a red ball", 2 * L + 4, 0.1, 3.0, 2, 1),
+    )
+    start, end = Answer("a", 8, 0.7, 3.0, 1, 2), Answer("kite", 10, 0.8, 2.0, 1, 3)
+    outputs = (
+        Output(None, whole, 0, role="span"),
+        Output(None, (start,), 0, role="start"),
+        Output(None, (end,), 0, role="end"),
+    )
+    return _labeled(name, outputs, 4)
+
+
+def _labeled(name: str, outputs: tuple[Output, ...], rows: int) -> Example:
+    pieces = tokens(STORY)
+    relevance = np.random.default_rng(2).normal(size=(rows, len(pieces))).astype(np.float32)
+    return Example(
+        name=name,
+        outputs=outputs,
+        relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance)},
+        deltas={"mamba-lrp": np.zeros(rows)},
+        tokens=pieces,
+        prompt=len(pieces),
+        units={"word": spans(pieces, r"\s"), "sentence": spans(pieces, r"\s[A-Z]")},
+    )
+
+
 def explanation(
     *examples: Example, title: str = "Anna's ball", model: str = "stories"
 ) -> Explanation:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 from copying_demo import letters
@@ -18,13 +17,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTImageProcessorPil
 
-from captum_ssm.examples import folder, names
+from captum_ssm.examples import folder, names, signals
+from captum_ssm.examples.digits import held_out_digits
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent / "benchmarks" / part) for part in ("vision", "series")]
-
-import data  # noqa: E402
-import signals  # noqa: E402
 
 TEXTS = {
     "stories": "The bird near the dogs sings. The dogs near the bird",
@@ -49,7 +45,7 @@ def write_sample(name: str, path: Path) -> None:
     elif kind == "chat":
         (path / "sample.json").write_text(json.dumps(CHAT, indent=1) + "\n", encoding="utf-8")
     elif kind == "digits":
-        canvas = data.held_out(1).images[0] / 2 + 0.25  # from -0.5..1.5 to 0..1
+        canvas = held_out_digits(1).images[0] / 2 + 0.25  # from -0.5..1.5 to 0..1
         pixels = canvas.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(path / "sample.png")
     else:

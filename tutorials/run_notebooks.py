@@ -2,9 +2,10 @@
 
     python tutorials/run_notebooks.py Copying_Mamba Time_Series     # or all of them: no names
 
-What ran is written to out/notebooks. Every notebook has a kernel of its own, which has imported
-what all of them import and done nothing else: kernels are forks of this process, which imports that
-once.
+What ran is written to out/notebooks. A notebook runs in an empty folder, so that it needs nothing
+but the installed package; what it uses of the checkout where it can is linked there. Every notebook
+has a kernel of its own, which has imported what all of them import and done nothing else: kernels
+are forks of this process, which imports that once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ IMPORTED = [
 ]
 # Packages that only one notebook needs, without which it is skipped.
 NEEDS = {"Why_Is_This_Character_JavaScript": "typeseg"}
+# What a notebook uses if it lies next to it: models that are too large for the package.
+NEXT_TO = {
+    "From_Heatmap_To_Receptive_Field": ("trained_models.py", "models/digits-segmenter"),
+    "One_Question_Across_Architectures": ("models/stories-recurrentgemma", "models/stories-rwkv"),
+}
 AT_A_TIME = 2
 SECONDS_PER_CELL = 600
 
@@ -48,14 +54,14 @@ class ForkedKernel:
 
     has_kernel = True
 
-    def __init__(self, connection_file: Path) -> None:
+    def __init__(self, connection_file: Path, folder: Path) -> None:
         self.connection_file = str(connection_file)
         sockets = str(connection_file.with_suffix(""))
         write_connection_file(
             self.connection_file, transport="ipc", ip=sockets, key=secrets.token_hex().encode()
         )
         fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=serve, args=(self.connection_file,))
+        self.process = fork.Process(target=serve, args=(self.connection_file, folder))
         self.process.start()
 
     def client(self) -> AsyncKernelClient:
@@ -74,9 +80,9 @@ class ForkedKernel:
         """Nothing: the folder of the connection file is temporary."""
 
 
-def serve(connection_file: str) -> None:
-    """Be a kernel, in the folder of the notebooks, until this process or its parent ends."""
-    os.chdir(HERE)
+def serve(connection_file: str, folder: Path) -> None:
+    """Be a kernel in a folder until this process or its parent ends."""
+    os.chdir(folder)
     sys.path[0] = ""
     IPKernelApp.launch_instance(["-f", connection_file], parent_handle=os.getppid())
 
@@ -109,6 +115,16 @@ async def run_all(kernels: dict[str, ForkedKernel]) -> bool:
     return all(await asyncio.gather(*(report(*item) for item in kernels.items())))
 
 
+def folder_of(name: str, parent: Path) -> Path:
+    """A folder to run a notebook in, empty except for links to what it uses where it can."""
+    folder = parent / name
+    folder.mkdir()
+    for part in NEXT_TO.get(name, ()):
+        (folder / part).parent.mkdir(exist_ok=True)
+        (folder / part).symlink_to(HERE / part)
+    return folder
+
+
 def runnable(name: str) -> bool:
     """Whether what a notebook needs is installed; says so where it is not."""
     needed = NEEDS.get(name)
@@ -125,9 +141,11 @@ def main() -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
     for module in IMPORTED:
         importlib.import_module(module)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as parent:
         kernels = {
-            name: ForkedKernel(Path(folder) / f"{name}.json") for name in names if runnable(name)
+            name: ForkedKernel(Path(parent) / f"{name}.json", folder_of(name, Path(parent)))
+            for name in names
+            if runnable(name)
         }
         try:
             as_committed = asyncio.run(run_all(kernels))

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import transformers
-from task import CopyBatch, alignment, decode, held_out_batch, predicting_positions
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,6 +32,13 @@ from captum_ssm import (
     MambaRollout,
     UnifiedImplicitAttention,
     hidden_attention,
+)
+from captum_ssm.examples.copying import (
+    CopyBatch,
+    alignment,
+    decode,
+    held_out_batch,
+    predicting_positions,
 )
 from captum_ssm.metrics import alignment_scores, hit_rate
 from captum_ssm.visualization import interaction_map

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from _scan import fast_scan
-from task import (
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers.models.mamba import modeling_mamba
+
+from captum_ssm.examples.copying import (
     LENGTHS,
     MAX_LENGTH,
     SEPARATOR,
@@ -23,8 +26,6 @@ from task import (
     predicting_positions,
     source_positions,
 )
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
-from transformers.models.mamba import modeling_mamba
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 

@@ -20,7 +20,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from task import (
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
+
+from captum_ssm.examples.copying import (
     LENGTHS,
     MAX_LENGTH,
     MIN_LENGTH,
@@ -31,15 +41,6 @@ from task import (
     CopyBatch,
     held_out_batch,
     make_batch,
-)
-from torch import Tensor
-from torch.nn import functional
-from transformers import (
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
 )
 
 # After this directory, so that files of the same name here come first.
@@ -210,7 +211,7 @@ def model_card(
         "chunk_size",
     ]
     rows = {
-        "task": f"`benchmarks/copying/task.py`: strings of {MIN_LENGTH} to {MAX_LENGTH} symbols, "
+        "task": f"`captum_ssm.examples.copying`: strings of {MIN_LENGTH} to {MAX_LENGTH} symbols, "
         f"each drawn uniformly from {len(SYMBOLS)}",
         "vocabulary": f"ids 0 to {len(SYMBOLS) - 1} are `{SYMBOLS[0]}` to `{SYMBOLS[-1]}`, "
         f"id {SEPARATOR_ID} is `{SEPARATOR}`; there is no tokenizer",

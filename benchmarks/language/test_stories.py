@@ -9,26 +9,28 @@ from pathlib import Path
 
 import pytest
 import transformers
-from stories import (
+from _words import word_tokenizer
+from story_accuracy import accuracy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from captum_ssm import MambaLRP
+from captum_ssm.examples.stories import (
     COLORS,
     IDS,
     KINDS,
+    PADDING,
     PEOPLE,
     PRONOUNS,
+    UNKNOWN,
     UNKNOWN_ID,
     VERBS,
     WORDS,
     Story,
-    accuracy,
     held_out_questions,
     is_held_out,
     make_batch,
     make_story,
-    make_tokenizer,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from captum_ssm import MambaLRP
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 ARCHITECTURES = ("mamba", "mamba2", "recurrentgemma", "rwkv", "qwen3next")
@@ -104,7 +106,7 @@ def test_questions_are_cut_where_they_are_asked(kind: str, people: int) -> None:
 
 
 def test_the_tokenizer_reads_and_writes_english(tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path)
+    word_tokenizer(WORDS, UNKNOWN, PADDING).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "Anna has a red ball. Anna's ball is red."
     ids = tokenizer(text).input_ids

@@ -22,25 +22,27 @@ from typing import Any
 
 import torch
 import transformers
-from stories import (
-    KINDS,
-    PADDING_ID,
-    PEOPLE,
-    UNKNOWN_ID,
-    WORDS,
-    accuracy,
-    make_batch,
-    make_tokenizer,
-)
+from story_accuracy import accuracy
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from captum_ssm.examples.stories import (
+    KINDS,
+    PADDING,
+    PADDING_ID,
+    PEOPLE,
+    UNKNOWN,
+    UNKNOWN_ID,
+    WORDS,
+    make_batch,
+)
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
 from _training import about_run, fit, options, parsed, size_of, slow_rates, table
-from _words import save_portably
+from _words import save_portably, word_tokenizer
 
 SHORTEST_LESSON = 24
 LESSONS = 0.3
@@ -165,7 +167,7 @@ def model_card(
     kind = type(model).__name__
     settings = ", ".join(f"`{k}={v}`" for k, v in SPECS[args.architecture][1].items())
     rows = {
-        "task": "`benchmarks/language/stories.py`: short stories of people, things and animals, "
+        "task": "`captum_ssm.examples.stories`: short stories of people, things and animals, "
         f"{len(WORDS)} words, up to {args.people} people with a thing each",
         "tokenizer": "words; `AutoTokenizer` loads it",
         "model": f"{settings}; {size_of(model):,} parameters, float32",
@@ -228,7 +230,7 @@ def main() -> None:
     # The others are fast enough as they are, and train with every release of transformers.
     with fast_scan() if args.architecture in ("mamba", "rwkv") else nullcontext():
         seconds = train(model, args)
-    save_portably(model, make_tokenizer(), args.output)
+    save_portably(model, word_tokenizer(WORDS, UNKNOWN, PADDING), args.output)
     # Judge what was written, on the code that others will run, not the model in memory.
     model = AutoModelForCausalLM.from_pretrained(args.output, local_files_only=True).eval()
     metrics = {

@@ -40,7 +40,7 @@ def required(name: str) -> Any:
     except ImportError:
         raise SystemExit(
             f"{name} is not installed; the papers' scripts need it, in the repository's folder: "
-            'pip install --no-build-isolation ".[papers]"'
+            'pip install ".[papers]"'
         ) from None
 
 

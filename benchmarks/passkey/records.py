@@ -26,17 +26,13 @@ else.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# Last, so that files of the same name here come first.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "copying"))
-from task import SYMBOLS, is_held_out
+from captum_ssm.examples.copying import SYMBOLS, is_held_out
 
 DIGITS: tuple[str, ...] = tuple("0123456789")
 KEYS: tuple[str, ...] = tuple("ABCDEFGHIJKLMNOP")

@@ -20,10 +20,10 @@ from records import (
     held_out_batch,
     make_batch,
 )
-from task import is_held_out
 from transformers import AutoModelForCausalLM
 
 from captum_ssm import MambaLRP
+from captum_ssm.examples.copying import is_held_out
 
 MODEL = Path(__file__).resolve().parents[2] / "tutorials" / "models" / "passkey-mamba"
 

@@ -24,7 +24,6 @@ import captum
 import torch
 import transformers
 from captum.attr import InputXGradient, IntegratedGradients, Saliency
-from signals import FEATURES, HORIZON, SIGNALS, held_out_bursts, held_out_forecasts
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
@@ -36,6 +35,13 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
+)
+from captum_ssm.examples.signals import (
+    FEATURES,
+    HORIZON,
+    SIGNALS,
+    held_out_bursts,
+    held_out_forecasts,
 )
 from captum_ssm.metrics import Interval, bootstrap, evaluate
 

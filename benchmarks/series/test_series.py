@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from evaluate_series import about_bursts, about_forecasts, scores
-from signals import (
+
+from captum_ssm.examples.signals import (
     CHANNELS,
     CLASSES,
     FEATURES,

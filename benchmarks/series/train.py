@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 import transformers
-from signals import (
+from torch import Tensor, nn
+from torch.nn import functional
+
+from captum_ssm.examples.signals import (
     CLASSES,
     STEPS,
     burst_scores,
@@ -28,8 +31,6 @@ from signals import (
     make_bursts,
     make_forecasts,
 )
-from torch import Tensor, nn
-from torch.nn import functional
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -135,7 +136,7 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
     """The README.md saved next to the weights."""
     what, task, shapes, architecture, drawn, answer = ABOUT[args.task]
     rows = {
-        "task": f"`benchmarks/series/signals.py`: {task}",
+        "task": f"`captum_ssm.examples.signals`: {task}",
         "input and output": shapes,
         "model": f"{architecture}; {metrics['parameters']:,} parameters, float32",
     } | about_run(
@@ -166,8 +167,8 @@ On {metrics["held_out"]} held-out series:
 ```python
 import sys
 
-sys.path += ["tutorials", "benchmarks/series"]
-from signals import {drawn.removesuffix("()")}
+sys.path.append("tutorials")
+from captum_ssm.examples.signals import {drawn.removesuffix("()")}
 from trained_models import load
 
 model, {samples} = load("{args.output.name}"), {drawn}

@@ -24,7 +24,6 @@ from typing import Any
 
 import captum
 import torch
-from data import Samples, held_out
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     register_mixer,
 )
+from captum_ssm.examples.digits import Samples, held_out_digits
 from captum_ssm.metrics import (
     Interval,
     bootstrap,
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results")
     args = parser.parse_args()
     model = VisionMamba.from_state_dict(load_file(args.model / "model.safetensors"))
-    samples = held_out(args.limit)
+    samples = held_out_digits(args.limit)
     with torch.no_grad():
         logits = torch.cat([model(s.images) for s in samples.batches(args.batch_size)])
     target = logits.argmax(1)

@@ -23,7 +23,6 @@ from captum.attr import (
     LayerGradCam,
     Saliency,
 )
-from scenes import CANVAS, MOST, Scenes, held_out_scenes
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -33,6 +32,7 @@ from captum_ssm import (
     RawAttention,
     UnifiedImplicitAttention,
 )
+from captum_ssm.examples.scenes import CANVAS, MOST, Scenes, held_out_scenes
 from captum_ssm.metrics import bootstrap
 from captum_ssm.metrics.segmentation import average_precision
 

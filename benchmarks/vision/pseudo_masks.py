@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Samples, compose, digits, held_out
 from evaluate import MODEL, methods
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captum_ssm.examples.digits import Samples, compose, glyphs, held_out_digits
 from captum_ssm.metrics import Interval, evaluate, segmentation
 from captum_ssm.models import VisionMamba
 
@@ -124,9 +124,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results")
     args = parser.parse_args()
     classifier = VisionMamba.from_state_dict(load_file(MODEL / "model.safetensors"))
-    glyphs, labels = (part[: args.images] for part in digits("train"))
-    learning: Samples = compose(glyphs, labels, torch.Generator().manual_seed(3))
-    unseen = held_out(args.limit)
+    shapes, labels = (part[: args.images] for part in glyphs("train"))
+    learning: Samples = compose(shapes, labels, torch.Generator().manual_seed(3))
+    unseen = held_out_digits(args.limit)
     explanations = methods(classifier)
     results: dict[str, Any] = {}
     for name in (TRUE, *CHOSEN):

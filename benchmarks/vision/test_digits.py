@@ -6,27 +6,27 @@ import sys
 import evaluate
 import pytest
 import torch
-from data import CANVAS, HELD_OUT, compose, digits, held_out
 from safetensors.torch import load_file
 from train import accuracy, train
 
+from captum_ssm.examples.digits import CANVAS, HELD_OUT, compose, glyphs, held_out_digits
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vision_mamba import find_cls
 
 
 def test_the_splits_do_not_meet():
-    (train_images, _), (test_images, _) = digits("train"), digits("test")
+    (train_images, _), (test_images, _) = glyphs("train"), glyphs("test")
     assert len(test_images) == HELD_OUT
     assert len(train_images) + len(test_images) == 1797
 
 
 def test_canvases_hold_their_digit_where_the_mask_says():
-    samples = held_out(20)
+    samples = held_out_digits(20)
     assert samples.images.shape == (20, 3, CANVAS, CANVAS)
-    assert torch.equal(samples.images, held_out(20).images)
-    assert not torch.equal(samples.images, held_out(20, seed=2).images)
-    glyphs, labels = digits("test")
-    clean = compose(glyphs[:20], labels[:20], torch.Generator().manual_seed(0), 0, 0.0)
+    assert torch.equal(samples.images, held_out_digits(20).images)
+    assert not torch.equal(samples.images, held_out_digits(20, seed=2).images)
+    shapes, labels = glyphs("test")
+    clean = compose(shapes[:20], labels[:20], torch.Generator().manual_seed(0), 0, 0.0)
     ink = clean.images.sum(1) > -1.5 + 1e-4
     assert torch.equal(ink, clean.masks)
     assert 0.03 < clean.masks.double().mean() < 0.25
@@ -37,7 +37,7 @@ def test_the_committed_model_is_as_its_card_says():
     state = load_file(evaluate.MODEL / "model.safetensors")
     model = VisionMamba.from_state_dict(state)
     assert metrics["accuracy"] > 0.95
-    assert accuracy(model, held_out()) == pytest.approx(metrics["accuracy"], abs=0.005)
+    assert accuracy(model, held_out_digits()) == pytest.approx(metrics["accuracy"], abs=0.005)
     assert f"{metrics['accuracy']:.1%}" in (evaluate.MODEL / "README.md").read_text()
     assert sum(p.numel() for p in model.parameters()) == metrics["parameters"]
     assert model.cls_tokens() == [50]
@@ -54,7 +54,7 @@ def test_the_trained_positions_tell_where_the_cls_token_stands():
 
 def test_explanations_are_better_than_random_maps():
     model = VisionMamba.from_state_dict(load_file(evaluate.MODEL / "model.safetensors"))
-    samples, explanations = held_out(30), evaluate.methods(model)
+    samples, explanations = held_out_digits(30), evaluate.methods(model)
     with torch.no_grad():
         target = model(samples.images).argmax(1)
     found = []
@@ -71,7 +71,7 @@ def test_explanations_are_better_than_random_maps():
 
 def test_a_step_of_training_and_a_line_of_the_table(tmp_path, monkeypatch):
     model = train(2, 4, 0)
-    assert 0 <= accuracy(model, held_out(8)) <= 1
+    assert 0 <= accuracy(model, held_out_digits(8)) <= 1
     arguments = ["--limit", "4", "--output", str(tmp_path), "--methods", "random", "without s6"]
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
     evaluate.main()

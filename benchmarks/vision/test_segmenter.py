@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenes import BACKGROUND, CANVAS, MOST, held_out_scenes, make_scenes, scores
+
+from captum_ssm.examples.scenes import (
+    BACKGROUND,
+    CANVAS,
+    MOST,
+    held_out_scenes,
+    make_scenes,
+    scores,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tutorials"))
 from trained_models import MODELS, load

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from data import CANVAS, Samples, compose, digits, held_out
 from torch import nn
 
+from captum_ssm.examples.digits import CANVAS, Samples, compose, glyphs, held_out_digits
 from captum_ssm.models import VisionMamba
 
 # After this directory, so that files of the same name here come first.
@@ -54,7 +54,7 @@ def run_cycle(model: VisionMamba, cycle: int, steps: int, batch: int, seed: int)
     """AdamW on fresh canvases at every step, with warm-up and a cosine."""
     pieces, rate = CYCLES[cycle]
     generator = torch.Generator().manual_seed(seed + cycle)
-    glyphs, labels = digits("train")
+    shapes, labels = glyphs("train")
     decayed = [p for n, p in model.named_parameters() if n.endswith("weight") and p.dim() > 1]
     rest = [p for n, p in model.named_parameters() if not (n.endswith("weight") and p.dim() > 1)]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
@@ -65,8 +65,8 @@ def run_cycle(model: VisionMamba, cycle: int, steps: int, batch: int, seed: int)
         factor = warm * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * factor
-        chosen = torch.randint(len(glyphs), (batch,), generator=generator)
-        samples = compose(glyphs[chosen], labels[chosen], generator, pieces)
+        chosen = torch.randint(len(shapes), (batch,), generator=generator)
+        samples = compose(shapes[chosen], labels[chosen], generator, pieces)
         model.train()
         loss = nn.functional.cross_entropy(model(samples.images), samples.labels)
         optimizer.zero_grad(set_to_none=True)
@@ -75,7 +75,7 @@ def run_cycle(model: VisionMamba, cycle: int, steps: int, batch: int, seed: int)
         optimizer.step()
         running = loss.item() if step == 0 else 0.98 * running + 0.02 * loss.item()
         if (step + 1) % 100 == 0:
-            found = accuracy(model, held_out(180)) if (step + 1) % 500 == 0 else float("nan")
+            found = accuracy(model, held_out_digits(180)) if (step + 1) % 500 == 0 else float("nan")
             print(f"{cycle} {step + 1:5d} {time.time() - start:6.0f} s loss {running:.3f} "
                   f"{found:.3f}", flush=True)  # fmt: skip
 
@@ -88,7 +88,7 @@ explanation of this model can be checked.
 
 | | |
 |---|---|
-| task | `benchmarks/vision/data.py`: scikit-learn's 8 x 8 digits at three times their size on a 40 x 40 canvas, among pieces of other digits and noise, tinted |
+| task | `captum_ssm.examples.digits`: scikit-learn's 8 x 8 digits at three times their size on a 40 x 40 canvas, among pieces of other digits and noise, tinted |
 | input | `(B, 3, 40, 40)`; an empty canvas is -0.5, full ink 1.5 |
 | model | patches of 4 (100 tokens), CLS in the middle (token 50), 4 bidirectional blocks (`v2`, halved output, RMS norm), width 48, state 4; {parameters:,} parameters, float32 |
 | command | `python benchmarks/vision/train.py` |
@@ -113,15 +113,15 @@ and Kaynak, 1998).
 def save(model: VisionMamba, args: argparse.Namespace) -> None:
     """The weights, their metrics and their card."""
     metrics = {
-        "accuracy": accuracy(model, held_out()),
-        "held_out": len(held_out()),
+        "accuracy": accuracy(model, held_out_digits()),
+        "held_out": len(held_out_digits()),
         "parameters": size_of(model),
         "steps": args.steps,
         "batch": args.batch,
         "seed": args.seed,
         "torch": torch.__version__,
     }
-    card = CARD.format(train=len(digits("train")[0]), **metrics)
+    card = CARD.format(train=len(glyphs("train")[0]), **metrics)
     save_module(model, metrics, card, args.output)
     print(json.dumps(metrics, indent=2))
 

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scenes import BACKGROUND, CANVAS, CLASSES, held_out_scenes, make_scenes, scores
 from torch import Tensor, nn
 from torch.nn import functional
+
+from captum_ssm.examples.scenes import (
+    BACKGROUND,
+    CANVAS,
+    CLASSES,
+    held_out_scenes,
+    make_scenes,
+    scores,
+)
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -90,7 +98,7 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
         for lesson in LESSONS
     )
     rows = {
-        "task": "`benchmarks/vision/scenes.py`: one to three of scikit-learn's 8 x 8 digits at "
+        "task": "`captum_ssm.examples.scenes`: one to three of scikit-learn's 8 x 8 digits at "
         "twice their size on a 48 x 48 canvas, among pieces of other digits and noise, tinted",
         "input and output": "`(B, 3, 48, 48)` to logits `(B, 11, 48, 48)`: the ten digits, then "
         "background; an empty canvas is -0.5, full ink 1.5",
@@ -127,8 +135,8 @@ On {metrics["held_out"]} held-out scenes, of digits that were not trained on:
 ```python
 import sys
 
-sys.path += ["tutorials", "benchmarks/vision"]
-from scenes import held_out_scenes
+sys.path.append("tutorials")
+from captum_ssm.examples.scenes import held_out_scenes
 from trained_models import load
 
 model, scenes = load("{args.output.name}"), held_out_scenes()

@@ -55,8 +55,12 @@ def _read_by(module: nn.Module) -> Iterator[str]:
             yield name
         elif parameter.kind is parameter.VAR_KEYWORD:
             yield from _listed(forward, name)
-    code = getattr(forward, "__code__", None)
-    yield from _texts(code) if code is not None else ()
+    # Decorators look arguments up too.
+    layer: Any = type(module).forward
+    while layer is not None:
+        code = getattr(layer, "__code__", None)
+        yield from _texts(code) if code is not None else ()
+        layer = getattr(layer, "__wrapped__", None)
 
 
 def _listed(forward: Any, name: str) -> Iterator[str]:

@@ -306,5 +306,6 @@ def _unsupported(model: nn.Module) -> UnsupportedModelError:
         f"{shown or 'no submodules'}. "
         + (f"Nearest to a mixer: {near}. " if near else "")
         + f"Supported: {supported_classes()}. A new mixer is registered with "
-        "captum_ssm.register_mixer(module_type, freeze); docs/add_a_family.md shows how."
+        "captum_ssm.register_mixer(module_type, freeze): help() of it has an example, and "
+        "docs/add_a_family.md in the repository shows every step."
     )

@@ -32,11 +32,12 @@ from captum_ssm.explanation.make import explain
 from captum_ssm.explanation.make.methods import ALL, method_names
 from captum_ssm.explanation.make.parse import MAPS, UNITS
 from captum_ssm.explanation.units import texts_of
-from captum_ssm.utils.vocabulary import require_known
 
 DEFAULT_METHOD = "mamba-lrp"
 DATA = (".html", ".json")
 TABLE = (".csv",)
+# Arguments of explain whose messages name them.
+NAMED = ("text", "target", "against", "position", "units", "labels", "maps", "alternatives")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -55,6 +56,9 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     inputs = parser.add_mutually_exclusive_group(required=True)
     inputs.add_argument("--text", help="The text that the model reads.")
+    parser.add_argument(
+        "--question", help="The question that the text answers, for a model that finds answers."
+    )
     inputs.add_argument("--ids", help="Token ids in place of a text, such as '3,1,4'.")
     inputs.add_argument(
         "--input",
@@ -88,14 +92,20 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
         "--target",
-        help="The continuation that is explained, one row per token; with --ids its token ids; for "
-        "an image its class. Default: what the model predicts",
+        help="The continuation that is explained, one row per token, or with --ids its token ids; "
+        "for a classifier a class or its label. Default: what the model predicts",
     )
     targets.add_argument("--target-ids", help="The target's token ids, such as '3,1,4'.")
     parser.add_argument(
         "--against",
-        help="Another continuation or class: the command also explains the difference between the "
-        "two scores.",
+        help="Another continuation, class or label: the command also explains the difference "
+        "between the two scores.",
+    )
+    parser.add_argument(
+        "--labels",
+        nargs="+",
+        metavar="LABEL",
+        help="The names of a classifier's classes. Default: those of its configuration",
     )
     parser.add_argument(
         "--position",
@@ -155,11 +165,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             found = _image(args, asked) if args.image is not None else _texts(args, asked)
         except ValueError as error:
-            # The arguments of explain have the flags' names.
-            message = re.sub(
-                r"^(text|target|against|position|units|maps|alternatives)\b", r"--\1", str(error)
-            )
-            raise ValueError(message) from error
+            raise ValueError(_as_flags(str(error), args.input, lines)) from error
     if args.input is None:
         show(found, args.units)
     else:
@@ -173,15 +179,26 @@ def run(args: argparse.Namespace) -> None:
         write(found, args.output, args.units)
 
 
+def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
+    # The arguments of explain have the flags' names, and several inputs are lines of a file.
+    which = re.match(r"inputs\[(\d+)\] of \d+: ", message)
+    told = message.removeprefix(which[0]) if which else message
+    told = re.sub(rf"^({'|'.join(NAMED)})\b", r"--\1", told)
+    told = told.replace("target= also takes", "--target-ids takes")
+    return f"{path}, line {lines[int(which[1])]}: {told}" if which and lines else told
+
+
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     # All that the arguments tell, before transformers is imported: what explain is called with,
     # and the lines of a file of texts.
-    chosen = list(dict.fromkeys(args.methods))
+    chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
+    options = options_of(args, chosen)
     asked: dict[str, Any] = {
-        "methods": ALL if chosen == [ALL] else options_of(args, chosen),
+        "methods": ALL if ALL in chosen else options,
         "units": args.units,
         "alternatives": args.alternatives,
         "validate": args.validate,
+        "labels": args.labels,
         "title": args.title,
     }
     endings = DATA if args.image is not None else (*DATA, *TABLE)
@@ -199,16 +216,22 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
             f"MODEL is {args.model!r}, a VisionMamba, which reads images; expected --image in "
             "place of a text."
         )
-    asked |= {"target": numbers(args.target_ids, "--target-ids") or args.target}
-    asked |= {"against": args.against, "position": _position(args.position), "lens": args.lens}
+    texts, lines = _checked_texts(args)
+    return asked | texts, lines
+
+
+def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
+    lines: list[int] = []
+    asked: dict[str, Any] = {
+        "target": numbers(args.target_ids, "--target-ids") or args.target,
+        "against": args.against,
+        "position": _position(args.position),
+        "lens": args.lens,
+    }
     if args.maps is not None:
         asked["maps"] = args.maps or True
-    lines: list[int] = []
     if args.ids is not None:
         asked["inputs"] = [numbers(args.ids, "--ids")]
-        for name in ("target", "against"):
-            if isinstance(asked[name], str):
-                asked[name] = numbers(asked[name], f"--{name}")
     elif args.input is not None:
         lines, asked["inputs"], columns = read_texts(args.input)
         for name, values in columns.items():
@@ -219,6 +242,10 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
             asked[name] = values
     else:
         asked["inputs"] = args.text
+    if args.question is not None:
+        if args.text is None:
+            raise ValueError("--question was given without --text, in which its answer stands.")
+        asked["inputs"] = {"question": args.question, "context": args.text}
     return asked, lines
 
 
@@ -229,11 +256,14 @@ def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
                 f"--{name.replace('_', '-')} was given, which is for texts, and --image is "
                 f"{args.image}; remove one of them."
             )
-    classes = {"target": args.target, "against": args.against}
-    return {
-        name: int(text) if text is not None and text.isdecimal() else text
-        for name, text in classes.items()
-    }
+    return {"target": _class(args.target), "against": _class(args.against)}
+
+
+def _class(given: Any) -> Any:
+    # A class by its number, or by its name.
+    if isinstance(given, list):
+        return [_class(one) for one in given]
+    return int(given) if isinstance(given, str) and given.isdecimal() else given
 
 
 def _position(text: str | None) -> int | str | None:
@@ -246,15 +276,13 @@ def _position(text: str | None) -> int | str | None:
 
 
 def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
-    tokenizer = None
-    if args.ids is None:
-        tokenizer = load_tokenizer(args.model)
-        for name in ("target", "against"):
-            if isinstance(asked[name], str):
-                ids = tokenizer.encode(asked[name], add_special_tokens=False)
-                advice = "--target-ids takes token ids."
-                require_known(tokenizer, asked[name], ids, f"--{name}", advice)
     model = load_model(args, images=False)
+    tokenizer = load_tokenizer(args.model) if args.ids is None else None
+    for name in ("target", "against"):
+        if type(model).__name__.endswith("Classification"):
+            asked[name] = _class(asked[name])
+        elif args.ids is not None and isinstance(asked[name], str):
+            asked[name] = numbers(asked[name], f"--{name}")
     return explain(model, tokenizer, **asked)
 
 

@@ -26,6 +26,13 @@ MODEL = (
     "The model: a folder that save_pretrained wrote, a hub name, or an example that comes with the "
     "package, such as stories-mamba."
 )
+# What a model is loaded as, by the end of its class's name; without one as the first.
+KINDS = (
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
 # How published vision models were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ERRORS = (OSError, ValueError, KeyError, ImportError)
@@ -118,7 +125,7 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
     Raises:
         ValueError: where there is none of that kind.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+    import transformers
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     try:
@@ -130,25 +137,33 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
                 )
             state = load_file(Path(args.model, "model.safetensors"))
             return VisionMamba.from_state_dict(state).to(args.device, dtype or torch.float32)
-        kind = AutoModelForImageClassification if images else AutoModelForCausalLM
-        model = kind.from_pretrained(args.model, dtype=dtype or "auto")
+        kind = "ForImageClassification" if images else _kind_of(args.model)
+        auto = getattr(transformers, f"AutoModel{kind}")
+        model = auto.from_pretrained(args.model, dtype=dtype or "auto")
         return model.eval().to(args.device)
     except _ERRORS as error:
         raise _not_loaded("image" if images else "language", args.model, error) from error
 
 
+def _kind_of(name: str) -> str:
+    from transformers import AutoConfig
+
+    (written, *_) = AutoConfig.from_pretrained(name).architectures or [""]
+    return next((kind for kind in KINDS if written.endswith(kind)), KINDS[0])
+
+
 def load_config(name: str) -> nn.Module:
-    """A language model without weights.
+    """A model of texts without weights.
 
     Raises:
         ValueError: where there is no configuration of one.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return getattr(transformers, f"AutoModel{_kind_of(name)}").from_config(config)
     except _ERRORS as error:
         raise _not_loaded("language", name, error) from error
 

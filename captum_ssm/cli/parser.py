@@ -89,4 +89,7 @@ class _Command(_Parser):
                 self.error(
                     f"{self.prog} has no option {name}. {did_you_mean(name, known)}".rstrip()
                 )
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"{' '.join(rest)!r} was not expected. Quote a text of several words.")
+        return found, rest

@@ -36,6 +36,7 @@ from captum_ssm.inspection.support import (
     supported,
 )
 from captum_ssm.inspection.support_report import Support, counted, indented, shortened
+from captum_ssm.kernels import extension_report
 from captum_ssm.mixers import find_mixers
 from captum_ssm.mixers.registry import nearest_misses, supported_classes
 from captum_ssm.models import VisionMamba
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"{support}\n")
         for line in (_latim(model, probe, support), _mamba_lrp(model, probe, target)):
             print(fill(line, 100, subsequent_indent="  "))
+        report = extension_report()
+        print(fill(report[0].upper() + report[1:], 100, subsequent_indent="  "))
         if args.length is not None:
             _print_memory(model, _inputs(model, args.length), target)
 

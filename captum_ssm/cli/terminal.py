@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from captum_ssm.explanation import Answer, Example, Explanation, Output
+from captum_ssm.explanation.parts import END, LABEL, START
 from captum_ssm.explanation.units import bounds_of, texts_of
 from captum_ssm.utils.colors import AGAINST, FOR, INK, PAPER
 
@@ -30,18 +31,19 @@ def show(explanation: Explanation, units: str = "token") -> None:
                 print(f"\n{method.name}")
             for k, output in enumerate(example.outputs):
                 for against in (None, *(output.answers[c.against] for c in output.contrasts)):
-                    print(f"\n{_heading(output, against)}")
+                    print(f"\n{_heading(example, output, against)}")
                     other = None if against is None else against.id
                     row = one.relevance(method.name, k, against=other, units=units)
                     if example.image is not None:
                         _print_patches(row, example.grid)
                         continue
-                    parts = _Parts(row, example, units, output.position)
+                    parts = _Parts(row, example, units, output)
                     if colored:
                         console.print(_in_color(parts))
                     else:
                         _print_table(parts)
-                    print(parts.without)
+                    if parts.without:
+                        print(parts.without)
         if example.validation is not None:
             print(f"\n{example.validation}")
 
@@ -55,16 +57,17 @@ def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
     """
     for line, example in zip(lines, explanation.examples, strict=True):
         answers = (output.answers[output.chosen] for output in example.outputs)
-        told = " ".join(f"{visible(one.text)!r} {one.probability:.4f}" for one in answers)
+        told = " ".join(
+            f"{visible(one.text)!r} {one.logit if one.probability is None else one.probability:.4f}"
+            for one in answers
+        )
         won = f"  ({example.validation.winner} wins removal)" if example.validation else ""
         print(f"line {line}: {visible(example.name)}  ->  {told}{won}")
     summary = explanation.mean()
     for method in explanation.methods:
         count = sum(entry.method == method.name for entry in summary.by_token)
-        print(
-            f"\n{method.name}: the {min(TOP, count)} of {count} tokens with the largest mean share "
-            f"in {len(explanation)} texts"
-        )
+        which = f"the {TOP} of {count}" if count > TOP else f"all {count}"
+        print(f"\n{method.name}: {which} tokens, by their mean share in {len(explanation)} texts")
         for entry in summary.top(method.name, TOP):
             bar = "#" * round(24 * entry.share)
             name = visible(str(entry.key))
@@ -79,25 +82,30 @@ def visible(text: str) -> str:
     return shown.strip() or shown.replace(" ", "\N{OPEN BOX}")
 
 
-def _heading(output: Output, against: Answer | None) -> str:
+def _heading(example: Example, output: Output, against: Answer | None) -> str:
     chosen, best = output.answers[output.chosen], min(output.answers, key=lambda one: one.rank)
+    about = {START: "start ", END: "end "}.get(output.role, "")
+    if output.role == LABEL and output.position is not None:
+        about = f"{visible(example.tokens[output.position].text)!r} is "
     if against is not None:
-        return f"{visible(chosen.text)!r}, not {visible(against.text)!r}"
-    return (
-        f"{visible(chosen.text)!r}, probability {chosen.probability:.4f}; the model predicts "
-        f"{visible(best.text)!r}"
-    )
+        return f"{about}{visible(chosen.text)!r}, not {visible(against.text)!r}"
+    likely = f"logit {chosen.logit:.4g}"
+    if chosen.probability is not None:
+        likely = f"probability {chosen.probability:.4f}"
+    return f"{about}{visible(chosen.text)!r}, {likely}; the model predicts {visible(best.text)!r}"
 
 
 class _Parts:
     # The units of a text and their relevance. As on the page, those that are shown were read by the
     # model, and the one at which the answer is read is told apart.
-    def __init__(self, row: np.ndarray, example: Example, units: str, position: int | None) -> None:
+    def __init__(self, row: np.ndarray, example: Example, units: str, output: Output) -> None:
+        position = output.position
         self.row, self.texts, self.units = row, texts_of(example, units), units
         bounds = bounds_of(example, units)
         self.first = [first for first, _ in bounds]
         inside = [position is not None and a <= position < b for a, b in bounds]
-        self.own = inside.index(True) if True in inside else None
+        # A token's label is read from the token itself, which is told with the others.
+        self.own = inside.index(True) if True in inside and output.role != LABEL else None
         is_read = [position is None or first <= position for first in self.first]
         shown = [i for i, read in enumerate(is_read) if (read or row[i]) and i != self.own]
         self.by_size = sorted(shown, key=lambda i: -abs(row[i]))
@@ -129,7 +137,7 @@ def _print_table(parts: _Parts) -> None:
         print(f"the {TOP} largest of {len(parts.by_size)} {parts.units}s")
 
 
-def _print_patches(row: np.ndarray, grid: tuple[int, int] | None) -> None:
+def _print_patches(row: np.ndarray, grid: tuple[int, ...] | None) -> None:
     rows, columns = grid or (8, 8)
     y = np.arange(row.shape[0]) * rows // row.shape[0]
     x = np.arange(row.shape[1]) * columns // row.shape[1]

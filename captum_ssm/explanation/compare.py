@@ -68,13 +68,14 @@ def _of_both(first: E, second: E, **changes: Any) -> E:
 
 def _example(a: Example, b: Example) -> Example:
     texts = [[token.text for token in one.tokens] for one in (a, b)]
-    same_image = (a.image is None) == (b.image is None) and (
-        a.image is None or b.image is None or a.image.tobytes() == b.image.tobytes()
-    )
-    if texts[0] != texts[1] or not same_image:
+    inputs = [
+        [held if held is None else held.tobytes() for held in (one.image, one.series)]
+        for one in (a, b)
+    ]
+    if texts[0] != texts[1] or inputs[0] != inputs[1]:
         raise ValueError(
             f"the example {a.name!r} is not the same in both explanations; expected the same "
-            "tokens, or the same image. Explain both with the same target."
+            "tokens, image or series. Explain both with the same target."
         )
     theirs = {_key(row): row.index for row in rows_of(b)}
     kept = [(row.index, theirs[_key(row)]) for row in rows_of(a) if _key(row) in theirs]

@@ -70,7 +70,11 @@ class Explanation(ExplanationData):
     def _size(self) -> str:
         (example,) = self.examples
         if example.image is not None:
-            return "an image of " + " x ".join(map(str, example.image.shape[:2]))
+            kind = "an image" if example.image.ndim == 3 else "a video"
+            return f"{kind} of " + " x ".join(map(str, example.image.shape[:-1]))
+        if example.series is not None:
+            kind = "a series" if example.series.ndim == 2 else "a row"
+            return f"{kind} of " + " x ".join(map(str, example.series.shape))
         count = len(example.outputs)
         return f"{len(example.tokens)} tokens, {count} output{'s' * (count > 1)}"
 
@@ -114,7 +118,8 @@ class Explanation(ExplanationData):
                 ``"sentence"``, ``"span"``), over which relevance is summed. Default: ``"token"``
 
         Returns:
-            numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image.
+            numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image,
+            ``(T, H, W)`` for a video, ``(T, F)`` for a series, ``(F,)`` for a row of a table.
 
         Raises:
             ValueError: for a method, output, answer, example or units that it does not hold; the

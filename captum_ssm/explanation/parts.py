@@ -61,9 +61,11 @@ class Answer:
 
     Args:
         text (str): the token's text, the class's label, or a part of the text.
-        id (int): in the model's vocabulary, the class, or the place in the text.
+        id (int): in the model's vocabulary, or the class. An answer that is a part of a text of L
+            tokens has its first token times L plus its last one; a start or an end is a token.
         probability (float or None): by the model's softmax, or its sigmoid where several labels
-            may hold; None for a number that is not a probability's logit.
+            may hold; None for a number that is not a probability's logit, such as a
+            forecast.
         logit (float): before it.
         rank (int): among all answers, from 1 on.
         row (int, optional): the row of relevance that explains it, if it is explained.
@@ -121,6 +123,7 @@ class Output:
         role (str, optional): ``"next"``, or ``"label"`` for a token's own label; of an answer that
             is a part of the text ``"span"``, and ``"start"`` and ``"end"`` for where it does.
             Default: ``"next"``
+        among (int, optional): how many answers the model chooses from. Default: None
 
     Examples::
 
@@ -137,6 +140,7 @@ class Output:
     contrasts: tuple[Contrast, ...] = ()
     lens: tuple[tuple[Answer, ...], ...] = ()
     role: str = NEXT
+    among: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,13 +232,15 @@ def _area(curve: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text or an image, what the model makes of it, and the relevance of its parts.
+    """A text, image, video, series or row, what the model makes of it, and its relevance.
 
     Args:
         name (str): for lists of several examples.
         outputs (tuple of Output): in the text's order; an image has one.
         relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
-            and contrast that is explained; for an image ``(R, H, W)``.
+            and contrast that is explained; ``(R, H, W)`` for an image,
+            ``(R, T, H, W)`` for a video, ``(R, T, F)`` for a series, ``(R, F)`` for a row of a
+            table.
         deltas (dict): by the name of the method, ``(R,)``: what it claims to add up to minus the
             relevance's sum, of methods that claim that: the score, or of Captum's methods the score
             minus that at their baseline.
@@ -243,11 +249,16 @@ class Example:
         prompt (int): how many of the tokens are the prompt's.
         units (dict): by name (``"word"``, ``"sentence"``, or ``"span"`` for named parts), spans
             that cover all tokens in order.
-        image (numpy.ndarray, optional): ``(H, W, 3)``, 8 bits. Default: None
-        grid (tuple, optional): rows and columns of the image's patches. Default: None
+        image (numpy.ndarray, optional): ``(H, W, 3)``, or a video's frames ``(T, H, W, 3)``, bytes.
+            Default: None
+        grid (tuple, optional): rows and columns of the image's patches; of a video also, in front,
+            how many lie one after the other. Default: None
         maps (tuple of Maps, optional): Default: ``()``
         validation (Validation, optional): how the score falls while parts are removed.
             Default: None
+        series (numpy.ndarray, optional): ``(T, F)`` float32, T time steps of F features, or
+            ``(F,)``, a row of a table. Default: None
+        features (tuple of str, optional): their names. Default: ``()``
 
     Examples::
 
@@ -264,9 +275,11 @@ class Example:
     prompt: int = 0
     units: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
     image: np.ndarray | None = None
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
     maps: tuple[Maps, ...] = ()
     validation: Validation | None = None
+    series: np.ndarray | None = None
+    features: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

@@ -84,9 +84,10 @@ def _array(value: Any, place: str) -> np.ndarray:
 
 def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
     # No more is decompressed than the declared shape has room for.
-    shape = read(tuple[int, int, int], held.get("shape"), f"{place}.shape")
+    shape = read(tuple[int, ...], held.get("shape"), f"{place}.shape")
     data = read(str, held.get("zlib"), f"{place}.zlib")
-    _require(min(shape) > 0 and shape[2] == 3, f"{place}.shape", shape, "(H, W, 3)")
+    is_right = len(shape) in (3, 4) and min(shape) > 0 and shape[-1] == 3
+    _require(is_right, f"{place}.shape", shape, "(H, W, 3) or (T, H, W, 3)")
     size, inflate = math.prod(shape), zlib.decompressobj()
     try:
         found = inflate.decompress(base64.b64decode(data, validate=True), size + 1)
@@ -103,9 +104,7 @@ def example(held: Any, methods: list[str], place: str) -> Example:
     _require(set(relevance) == set(methods), f"{place}.relevance", relevance, "one for each method")
     shapes = {one.shape for one in relevance.values()}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
-    image = held.get("image")
-    given = image.get("shape") if isinstance(image, dict) else None
-    size = [len(held.get("tokens") or ())] if image is None else (given or [])[:2]
+    size = _size(held)
     _require(
         len(shape) > 1 and list(shape[1:]) == list(size),
         f"{place}.relevance",
@@ -125,6 +124,16 @@ def _require_fields(kind: Any, value: Any, place: str) -> None:
     _require(is_whole, place, value, f"an object of {', '.join(sorted(known))}")
 
 
+def _size(held: dict[str, Any]) -> list[int]:
+    # The shape of a row of relevance, as the tokens, the image or the series have it.
+    image, series = held.get("image"), held.get("series")
+    if image is not None:
+        return list((image.get("shape") if isinstance(image, dict) else None) or ())[:-1]
+    if series is None:
+        return [len(held.get("tokens") or ())]
+    return list(np.shape(_array(series, "series")))
+
+
 def _check(found: Example, rows: int, size: list[int], place: str) -> None:
     def require(is_right: Callable[[Any], bool], name: str, value: Any, expected: str) -> None:
         _require(is_right(value), f"{place}.{name}", value, expected)
@@ -134,6 +143,8 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
     require(lambda x: x <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
     require(lambda x: set(x) <= set(found.relevance), "deltas", found.deltas, "methods' names")
     require(lambda x: 0 <= x <= L, "prompt", found.prompt, f"0 .. {L}")
+    F = 0 if found.series is None else found.series.shape[-1]
+    require(lambda x: len(x) == F, "features", found.features, f"{F} names")
     require(bool, "outputs", found.outputs, "one or more")
     for i, output in enumerate(found.outputs):
         _check_output(output, rows, L, f"{place}.outputs[{i}]")
@@ -143,9 +154,10 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
         is_whole = is_cover and ends == sorted(ends)
         _require(is_whole, f"{place}.units.{name}", spans, "spans of all tokens, in order")
     if found.grid is not None:
-        most = size if found.image is not None else [0, 0]
-        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=True)]
-        _require(all(fits), f"{place}.grid", found.grid, "rows and columns of an image's patches")
+        most = size if found.image is not None else []
+        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=False)]
+        is_right = all(fits) and len(found.grid) == len(most)
+        _require(is_right, f"{place}.grid", found.grid, "rows and columns of an image's patches")
     if found.validation is not None:
         check = found.validation
         shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}

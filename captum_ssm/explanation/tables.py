@@ -36,16 +36,18 @@ def rows_of(example: Example) -> Iterator[Row]:
 
 
 def require_texts(explanation: ExplanationData, what: str) -> None:
-    """Raise where an example is an image.
+    """Raise where an example is not a text.
 
     Raises:
         ValueError: says what to use in its place.
     """
     for example in explanation.examples:
-        if example.image is not None:
+        if not example.tokens:
+            kind = "an image" if example.image is not None else "a series"
+            shape = next(iter(example.relevance.values())).shape[1:]
             raise ValueError(
-                f"{what} is of texts, and the example {example.name!r} is an image; its relevance "
-                "is returned by explanation.relevance(), (H, W)."
+                f"{what} is of texts, and the example {example.name!r} is {kind}; its relevance is "
+                f"returned by explanation.relevance(), {shape}."
             )
 
 

@@ -78,7 +78,7 @@ def _reason(missing: ImportError) -> str:
         return (
             f"those in {OWN_FOLDER} could not be loaded ({missing}). They need torch >= 2.11, and "
             f"this is torch {torch.__version__}. Build them again with `pip install "
-            "--no-build-isolation --force-reinstall --no-deps`."
+            "--no-deps --force-reinstall`."
         )
     folders = [Path(entry or ".").resolve() / "captum_ssm" for entry in sys.path]
     other = next((path for path in folders if path != OWN_FOLDER and _has_kernels(path)), None)
@@ -86,18 +86,18 @@ def _reason(missing: ImportError) -> str:
         return (
             f"Python imported captum_ssm from {OWN_FOLDER}, which has none; the installed copy in "
             f"{other} has them. Start Python in another folder to use it, or build them in "
-            "place: `pip install --no-build-isolation -e .`"
+            "place: `pip install -e .`"
         )
     if (OWN_FOLDER.parent / "setup.py").exists():
         return (
             f"captum_ssm was imported from its sources in {OWN_FOLDER}, where none were built. "
-            "Build them there: `pip install --no-build-isolation -e .`, with torch >= 2.11 and a "
+            "Build them there: `pip install -e .`, with torch >= 2.11 and a "
             "C++17 compiler."
         )
     return (
         "none were built when captum_ssm was installed, because torch >= 2.11 or a C++17 compiler "
         "was missing then. Install both, then captum_ssm again with `pip install --no-deps "
-        "--force-reinstall --no-build-isolation -v`, whose output says what the compiler says."
+        "--force-reinstall -v`, whose output holds what the compiler says."
     )
 
 

@@ -62,3 +62,10 @@ def test_a_table_in_and_a_table_out(folder, tmp_path, capsys):
     }
     assert explain("--input", str(table), "--target", "w5", model=folder) == 1
     assert "--target was given, and" in capsys.readouterr().err
+
+
+def test_a_wrong_line_is_named(tmp_path, capsys):
+    table = written(tmp_path / "a.csv", "text,target\nthe dogs,bark\n\nthe bird,zzz\n")
+    assert explain("--input", str(table), model="stories-mamba") == 1
+    said = capsys.readouterr().err
+    assert f"error: {table}, line 4: --target is 'zzz', which the tokenizer reads as" in said

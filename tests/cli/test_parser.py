@@ -30,6 +30,7 @@ NOT_UNDERSTOOD = {
     "explain M --text a --methods mamba-lpr": "--methods is 'mamba-lpr'. Did you mean mamba-lrp?",
     "explain M --text a --methods magic": "--methods is 'magic'. Expected latim, mamba-attribution",
     "explain M --text a --alternatives x": "argument --alternatives: invalid int value: 'x'",
+    "explain M --text two words": "'words' was not expected. Quote a text of several words.",
     "supported M --lengt 3": "captum-ssm supported has no option --lengt. Did you mean --length?",
 }
 

@@ -7,7 +7,12 @@ import torch
 from commands import COPYING, DIGITS, explain
 from families import build
 from models import SHARED, ids, tiny
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaForCausalLM,
+)
 
 from captum_ssm import LaTIM, MambaLRP, estimate, hidden_attention
 from captum_ssm.attr import methods
@@ -32,6 +37,7 @@ def test_supported(capsys):
         "backbone.layers.{0-2}.mixer  MambaMixer  by its class  16      forward  128 ",
         "Other layers, each on one token at a time: Embedding, 4 x MambaRMSNorm, Linear",
         "mamba-lrp          works",
+        "ompiled kernels: ",  # or no compiled kernels, and why
         "for a text of 100 tokens, measured",
         "a map per layer (explain --maps)",
     ):
@@ -153,3 +159,19 @@ def test_supported_measures_what_it_does_not_know(tmp_path, capsys):
     assert explain("--ids", tokens, model=str(tmp_path)) == 0
     assert main(["supported", str(tmp_path), "--config-only"]) == 1
     assert "LlamaForCausalLM holds no token mixer" in capsys.readouterr().err
+
+
+def test_the_report_runs_the_model_a_few_times(monkeypatch, capsys):
+    runs = []
+    forward = MambaForCausalLM.forward
+
+    def counted(*args, **kwargs):
+        runs.append(1)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(MambaForCausalLM, "forward", counted)
+    lines(COPYING, capsys=capsys)
+    assert len(runs) <= 20
+    found = " ".join(lines(COPYING, "--length", "4", capsys=capsys))
+    assert "Memory in addition to the weights" in found
+    assert len(runs) > 40  # so it is asked for

@@ -1,10 +1,7 @@
 """A trained model that no adapter knows: the bidirectional Mamba of the package typeseg."""
 
-import sys
-
 import pytest
 import torch
-from folders import ROOT
 
 from captum_ssm import (
     LaTIM,
@@ -15,10 +12,9 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
+from captum_ssm.examples import typeseg as typeseg_model
 
 typeseg = pytest.importorskip("typeseg", reason="pip install --no-deps typeseg==0.2.7")
-sys.path.append(str(ROOT / "tutorials"))
-import typeseg_model  # noqa: E402
 
 TEXT = "<p>Hi</p>\n<script>alert('x');</script>\n"
 METHODS = (

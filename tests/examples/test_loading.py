@@ -1,6 +1,5 @@
 """The models that come with the package are the trained ones, and answer as these do."""
 
-import importlib
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from captum_ssm import examples
+from captum_ssm.examples import signals
 
 TRAINED = ROOT / "tutorials" / "models"
 ANSWERS = {
@@ -21,12 +21,6 @@ ANSWERS = {
     "stories": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "bark",
 }
 LANGUAGE = [name for name in examples.names() if name.split("-")[0] in ("copying", "stories")]
-
-
-@pytest.fixture
-def signals(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "series")
-    return importlib.import_module("signals")
 
 
 @pytest.mark.parametrize("name", examples.names())
@@ -59,7 +53,7 @@ def _batch(companion, sample):
 
 
 @torch.no_grad()
-def test_models_of_series_are_as_good_as_when_they_were_trained(signals):
+def test_models_of_series_are_as_good_as_when_they_were_trained():
     forecaster, companion = examples.load("series-forecaster")
     assert companion is None
     bursts, forecasts = signals.held_out_bursts(), signals.held_out_forecasts()

@@ -375,8 +375,12 @@ def test_a_picture_and_its_processor():
     picture = (torch.rand(16, 16, 3) * 255).round().numpy()
     found = explain(vim(), picture, processor=Processor())
     assert (found.examples[0].image == picture).all()
-    with pytest.raises(TypeError, match="the input is a ndarray, and there is no processor"):
-        explain(vim(), picture)
+    second = explain(vim(), Processor(), picture)
+    assert (second.relevance() == found.relevance()).all()
+    with pytest.raises(
+        InputError, match=r"does not take the input, .* as an image \(1, 5, 16, 3\), "
+    ):
+        explain(vim(), picture[:5])
 
 
 BAD = {
@@ -429,7 +433,11 @@ BAD = {
         InputError,
         r"target holds 2 targets for 1 example\(s\)",
     ),
-    "floats": (dict(inputs=0.5), TypeError, "the input is a float, and there is no processor"),
+    "floats": (
+        dict(inputs=0.5),
+        InputError,
+        "the model does not take the input.*It reads token ids",
+    ),
 }
 
 
@@ -454,7 +462,7 @@ def test_other_bad_calls(model, tokenizer):
     for options in ({}, {"position": 0}):
         with pytest.raises(TargetError, match=f"against is '{best}', which is"):
             explain(model, torch.tensor([3]), against=best, **options)
-    with pytest.raises(InputError, match="token_type_ids marks a second text"):
+    with pytest.raises(InputError, match="there is a second text"):
         explain(model, input_ids=READ, token_type_ids=torch.ones_like(READ))
     with pytest.raises(InputError, match="attention_mask marks no token"):
         explain(model, input_ids=READ, attention_mask=torch.zeros_like(READ))
@@ -465,5 +473,5 @@ def test_other_bad_calls(model, tokenizer):
         explain(vim(), image, target="cow")
     with pytest.raises(ValueError, match="labels holds 1 names; the model has 3 classes"):
         explain(vim(), image, labels=["cat"])
-    with pytest.raises(InputError, match=re.escape("the input has shape (16, 16)")):
+    with pytest.raises(InputError, match="to have 3 channels, but got 1"):
         explain(vim(), torch.rand(16, 16))

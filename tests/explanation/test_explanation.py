@@ -285,6 +285,15 @@ def test_the_difference_of_two(found, model, words):
         places[0].difference(places[1])
 
 
+def test_the_mean_is_a_table_in_a_notebook(found):
+    summary = found.mean()
+    shown = summary._repr_html_()
+    assert shown.count("<table>") == len(found.methods)
+    for entry in summary.top(count=3):
+        assert f"{entry.share:.1%}" in shown
+    assert "<script" not in shown
+
+
 def test_the_mean(found):
     summary = found.mean()
     rows = []

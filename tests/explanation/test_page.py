@@ -2,7 +2,7 @@
 
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,14 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "story": lambda: pages.explanation(),
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
+        "classes": lambda: pages.explanation(pages.classes()),
+        "tags": lambda: pages.explanation(pages.tags()),
+        "places": lambda: pages.explanation(pages.places()),
         "many": pages.many,
+        "film": lambda: pages.explanation(pages.film()),
+        "series": lambda: pages.explanation(pages.series()),
+        "long series": lambda: pages.explanation(pages.long_series()),
+        "row": lambda: pages.explanation(pages.row()),
         "single": lambda: replace(
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
         ),
@@ -595,6 +602,20 @@ def test_a_finger_reads_the_numbers(browser, opened):
     phone.close()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("series", "series"), ("film", "picture")])
+def test_a_finger_reads_the_numbers_of_drawings(browser, opened, name, kind):
+    phone = browser.new_context(has_touch=True, viewport={"width": 390, "height": 800})
+    tab = phone.new_page()
+    tab.goto(opened(name).url.split("#")[0])
+    drawing = tab.locator(f"canvas.{kind}")
+    drawing.tap(position={"x": 200, "y": 30})
+    assert "relevance" in tab.locator(".tip").inner_text()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    tab.locator(".question").tap()
+    assert tab.locator(".tip").is_hidden()
+    phone.close()
+
+
 def test_many_examples_are_found_sorted_filtered_and_summed_up(opened):
     tab = opened("many")
     shown = tab.locator(".examples button")
@@ -638,6 +659,137 @@ def test_it_opens_where_something_can_be_read(opened):
     tab = opened("everywhere")
     assert tab.locator(".chips [aria-checked=true]").inner_text().split()[0] == "red"
     assert address(tab) == ""
+
+
+def test_a_film_shows_its_frames(opened):
+    tab = opened("film")
+    assert "6 frames of 32 × 32 pixels" in tab.locator("header.top").inner_text()
+    first = tab.locator(".sources li").first
+    assert "frames 2–3, row 2, column 3" in first.inner_text()
+    assert "+2.00" in first.inner_text()
+    drawing = tab.locator("canvas.picture")
+    drawing.focus()
+    for key, text in (
+        ("n", "patch: frames 2–3, row 2, column 3"),
+        ("ArrowLeft", "frames 2–3, row 2, column 2"),
+        ("PageDown", "frames 4–5, row 2, column 2"),
+        ("PageUp", "frames 2–3, row 2, column 2"),
+    ):
+        tab.keyboard.press(key)
+        assert text in tab.locator(".tip").inner_text()
+    tab.keyboard.press("Escape")
+    # Frames 0, 1, 2 lie in the first row: the strongest patch is in the third of them.
+    box = drawing.bounding_box()
+    frame = (box["width"] - 16) / 3
+    drawing.hover(position={"x": 2 * (frame + 8) + 0.9 * frame, "y": 0.6 * frame})
+    assert "frames 2–3, row 2, column 3" in tab.locator(".tip").inner_text()
+    option(tab, "Units", "Frame").click()
+    assert {text.split("\n")[0] for text in tab.locator(".sources li").all_inner_texts()[:2]} == {
+        "frame 2",
+        "frame 3",
+    }
+    option(tab, "Units", "Pixel").click()
+    assert "6,144 pixels" in tab.locator(".sum").inner_text()
+    tab.get_by_label("Grid", exact=True).uncheck()
+
+
+def test_a_series_has_a_lane_per_feature(opened):
+    tab = opened("series")
+    assert question(tab) == "Why is “load, 2 ahead” 1.50?"
+    first = tab.locator(".sources li").first
+    assert first.locator(".what").text_content() == "load, step 30"
+    assert "+2.00" in first.inner_text()
+    drawing = tab.locator("canvas.series")
+    height = (drawing.bounding_box()["height"] - 22) / 3
+    (orange,) = colored(drawing, round(2 * height - 10), lambda r, g, b: r > 150 > b)
+    (blue,) = colored(drawing, round(3 * height - 10), lambda r, g, b: b > 150 > r)
+    for place, y, text in ((orange, 1.5, "load, step 30"), (blue, 2.5, "price, step 12")):
+        drawing.hover(position={"x": place, "y": y * height})
+        tip = tab.locator(".tip").inner_text()
+        step = int(text[-2:])
+        value = pages.series().series[step, int(y)]
+        assert text in tip
+        assert f"The value there is {abs(value):.2f}"[:22] in tip.replace("−", "")
+    assert orange / blue == pytest.approx(30.5 / 12.5, rel=0.5)
+    tab.mouse.move(0, 0)
+    drawing.focus()
+    for key, text in (
+        ("n", "load, step 30"),
+        ("n", "price, step 12"),
+        ("ArrowUp", "load, step 12"),
+    ):
+        tab.keyboard.press(key)
+        assert text in tab.locator(".tip").inner_text()
+    tab.keyboard.press("Escape")
+    option(tab, "Units", "Feature").click()
+    assert "load" in tab.locator(".sources li").first.inner_text()
+    assert "3 features" in tab.locator(".sum").inner_text()
+    option(tab, "Units", "Time step").click()
+    assert "step 30" in tab.locator(".sources li").first.inner_text()
+    option(tab, "View", "All methods").click()
+    assert tab.locator("canvas.series").count() == 2
+
+
+def colored(drawing: Any, y: int, wanted: Callable[[int, int, int], bool]) -> list[float]:
+    """The middles of the colored stretches in one row of pixels, without totals at the right."""
+    row = drawing.evaluate(
+        "(c, y) => [...c.getContext('2d').getImageData(0, y, c.width - 120, 1).data]", y
+    )
+    hits = [x for x in range(len(row) // 4) if wanted(*row[4 * x : 4 * x + 3])]
+    starts = [x for x in hits if x - 1 not in hits]
+    ends = [x for x in hits if x + 1 not in hits]
+    return [(a + b) / 2 for a, b in zip(starts, ends, strict=True) if b - a > 2]
+
+
+def test_a_long_series_shows_the_strongest_step_of_each_pixel(opened):
+    tab = opened("long series")
+    drawing = tab.locator("canvas.series")
+    step = tab.locator(".sources .end").first
+    assert step.inner_text() == ", step 1501"
+    assert step.evaluate("node => node.scrollWidth <= node.clientWidth")
+    assert "3,000 time steps of 20 features" in tab.locator("header.top").inner_text()
+    box = drawing.bounding_box()
+    assert box["height"] < 800
+    drawing.focus()
+    tab.keyboard.press("n")
+    assert "number 7, step 1501" in tab.locator(".tip").inner_text()
+    # The same step is found under the pointer, among its neighbors of the same pixel.
+    anchor = tab.locator(".tip").bounding_box()
+    tab.mouse.move(0, 0)
+    lane = (box["height"] - 22) / 20
+    x = anchor["x"] + anchor["width"] / 2 - box["x"]
+    for shift in range(-6, 7):
+        drawing.hover(position={"x": x + shift, "y": 7.5 * lane})
+        if "step 1501" in tab.locator(".tip").inner_text():
+            break
+    else:
+        pytest.fail("no pixel near the tooltip shows step 1501")
+    started = tab.evaluate("performance.now()")
+    for shift in range(30):
+        tab.mouse.move(box["x"] + 300 + 3 * shift, box["y"] + 100)
+    assert tab.evaluate("performance.now()") - started < 3000
+    tab.locator(".lanes [data-word=total]").hover()
+    tab.locator(".tip", has_text="The sum of the relevance of a feature").wait_for()
+
+
+def test_a_row_of_a_table_lists_its_values(opened):
+    tab = opened("row")
+    assert "5 features" in tab.locator("header.top").inner_text()
+    assert tab.locator(".sources .what").all_text_contents()[:3] == [
+        "rate = 1.50",
+        "change = −3.00",
+        "age = 39.0",
+    ]
+    drawing = tab.locator("canvas.series")
+    lane = drawing.bounding_box()["height"] / 5
+    drawing.hover(position={"x": 120, "y": 1.5 * lane})
+    assert "rate = 1.50" in tab.locator(".tip").inner_text()
+    drawing.focus()
+    tab.keyboard.press("Home")
+    tab.keyboard.press("ArrowDown")
+    tab.keyboard.press("ArrowDown")
+    assert "none = 0" in tab.locator(".tip").inner_text()
+    assert tab.get_by_role("radiogroup", name="Units").count() == 0
 
 
 def test_letters_can_be_turned_off(opened):
@@ -694,6 +846,9 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
         ("image", "n=1", "dark"),
         ("checked", "", "dark"),
         ("many", "summary=1", "light"),
+        ("series", "view=all", "light"),
+        ("row", "", "dark"),
+        ("film", "view=all", "dark"),
         ("many", "summary=1&only=red", "dark"),
     ],
 )
@@ -751,7 +906,7 @@ def test_print_shows_all_text_on_paper(opened):
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
 
 
-@pytest.mark.parametrize("name", ["story", "several", "image", "many", "hostile"])
+@pytest.mark.parametrize("name", ["story", "several", "image", "many", "series", "hostile"])
 def test_nothing_is_wider_than_the_window(opened, name):
     tab = opened(name, "view=all&map=out")
     for width in (390, 1024, 1600):
@@ -864,3 +1019,47 @@ def test_it_looks_as_it_did(opened, look):
         pytest.fail(f"{kept.name} was missing and is now taken; look at it and commit it")
     expected = np.asarray(image.open(kept), float)
     assert np.abs(np.asarray(shot, float) - expected).mean() < LARGEST_DIFFERENCE
+
+
+def chips(tab):
+    return [
+        " ".join(text.split()) for text in tab.locator(".picks .chips button").all_inner_texts()
+    ]
+
+
+def test_a_class_of_a_text(opened):
+    tab = opened("classes")
+    assert tab.inner_text("h2.question") == "Why “positive”?"
+    assert "CLASSES" in tab.inner_text(".picks").upper()
+    options = tab.locator(".picks").inner_text()
+    assert all(name in options for name in ("positive", "mixed", "negative"))
+    assert tab.locator(".part.first:visible").count() == 0  # it stands nowhere in the text
+    assert "Hide" not in tab.inner_text(".controls.line >> nth=-1")
+
+
+def test_a_label_of_each_token(opened):
+    tab = opened("tags")
+    # The page opens at the first token with another label than most.
+    assert tab.inner_text("h2.question") == "Why “PERSON” for “Tom”?"
+    assert tab.inner_text(".part.first") == "Tom"
+    assert any("Tom" in text and "PERSON" in text for text in chips(tab))
+    assert "LABELS" in tab.inner_text(".picks").upper()
+    # The token itself is read, and colored.
+    assert tab.locator(".part.first.hidden").count() == 0
+    tab.locator(".part", has_text="Mia").first.click()
+    assert tab.inner_text("h2.question") == "Why “PERSON” for “Mia”?"
+
+
+def test_an_answer_found_in_the_text(opened):
+    tab = opened("places")
+    assert tab.inner_text("h2.question") == "Why is the answer “a blue kite”?"
+    assert tab.locator(".part.first:visible").all_inner_texts() == ["a", "blue", "kite"]
+    assert "undefined" not in tab.inner_text("body")
+    tab.locator(".picks .chips button").nth(1).click()
+    assert tab.inner_text("h2.question") == "Why does the answer start at “a”?"
+    assert tab.locator(".part.first:visible").all_inner_texts() == ["a"]
+    tab.locator(".picks .chips button").nth(2).click()
+    assert tab.inner_text("h2.question") == "Why does the answer end at “kite”?"
+    tab.evaluate("location.hash = 't=0.1'")
+    assert tab.inner_text("h2.question") == "Why is the answer “a red ball”?"
+    assert tab.locator(".part.first:visible").all_inner_texts() == ["a", "red", "ball"]

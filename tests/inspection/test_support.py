@@ -21,6 +21,9 @@ def test_a_registered_model():
     assert found.between == "each token is processed by itself and keeps its position"
     assert not any(found.methods.values())
     assert "rollout" in str(found)
+    shown = found._repr_html_()
+    assert shown.count("<table>") == 2
+    assert all(mixer.name in shown for mixer in found.mixers)
 
 
 def test_methods_without_a_target_read_the_run_of_the_report(monkeypatch):

@@ -7,7 +7,6 @@ convergence delta.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import pytest
 import torch
 import wild
 from families import FAMILIES, build, padded
-from folders import ROOT
 from group_normed import GroupNormed
 from groups import SIDE, Groups, OnImages
 from inputs import FORMS, noise, options
@@ -250,8 +248,7 @@ def test_rwkv7():
 
 @pytest.mark.skipif(importlib.util.find_spec("typeseg") is None, reason="typeseg is not installed")
 def test_a_trained_model():
-    sys.path.append(str(ROOT / "tutorials"))
-    import typeseg_model
+    from captum_ssm.examples import typeseg as typeseg_model
 
     text = "<p>Hi</p>\n<script>alert('x');</script>\n"
     bare, x = without_biases(typeseg_model.TypeSeg().eval()), typeseg_model.ids_of(text)

@@ -33,6 +33,8 @@ DOCS = ROOT / "docs"
 # Those of a build, which may be under way, are none.
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+# Inputs whose deciding tokens are known: each module is used by its name.
+GENERATORS = ("copying", "digits", "scenes", "signals", "stories", "typeseg")
 MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
@@ -48,6 +50,7 @@ MODULES = (
     "captum_ssm.discovery.scans",
     "captum_ssm.kernels",
     "captum_ssm.visualization",
+    *(f"captum_ssm.examples.{name}" for name in GENERATORS),
 )
 
 
@@ -94,6 +97,7 @@ def namespace(folder: Path):
     names = {}
     for name in MODULES:
         names |= public(name)
+    names |= {name: getattr(captum_ssm.examples, name) for name in GENERATORS}
     return names | {
         "TextTokenInput": captum.attr.TextTokenInput,
         "captum": captum,
@@ -209,7 +213,7 @@ def test_a_tutorial_is_committed_with_its_outputs(path, check_outputs):
 
 
 def test_the_tutorials_stay_small():
-    assert sum(path.stat().st_size for path in NOTEBOOKS) < 4e6
+    assert sum(path.stat().st_size for path in NOTEBOOKS) < 5e6  # a page has 0.2 MB
 
 
 @pytest.mark.parametrize(

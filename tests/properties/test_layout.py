@@ -32,7 +32,7 @@ RETIRED = {
     "Made",
     "PlacedOperator",
     "Ask",
-    "Asked",
+    "TextOptions",
     "speaks",
     "past_writes",
 }

@@ -191,10 +191,14 @@ def candidate_functions() -> list[Callable[..., Any]]:
     return [*candidates, *_BUILT_IN]
 
 
+# What is explained, like code of others.
+_MODELS = ("captum_ssm.examples.", "captum_ssm.models.")
+
+
 def _is_candidate(function: FunctionType, code: CodeType) -> bool:
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     module = function.__module__ or ""
-    is_ours = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
+    is_ours = module.startswith("captum_ssm.") and not module.startswith(_MODELS)
     # An autograd function's forward does not know the graph.
     if is_ours or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
         return False

@@ -1,11 +1,16 @@
 """The front door: from a model and a text or an image to an explanation.
 
-:mod:`front` parses what it is given (:mod:`parse`) into one ``TextQuestion`` (:mod:`texts`) or
-``ImageQuestion`` (:mod:`images`) per example, each with a method that computes its answers. Both
-collect ``Questions`` (:mod:`questions`): the answers at each output, and the rows of relevance that
-explain them (:mod:`rows`; :mod:`captum_methods` for Captum's own). :mod:`validate` removes the
-tokens that methods rank first. Below are :mod:`reading` (a text as tokens) and :mod:`lens` (what
-each layer would answer). :mod:`captum_llm` stands in for Captum's wrapper of language models.
+:mod:`front` parses how to explain (:mod:`parse`) and what (:mod:`inputs`; :mod:`pipelines` takes
+pipelines apart). :mod:`kinds` tells what a model of texts puts out, and a table in :mod:`asked`
+leads from there to the question about each text: the next token (:mod:`texts`), a class or labels
+of tokens (:mod:`classes`, by the names of :mod:`labels`), or the part that answers a question
+(:mod:`places`). An image has its own (:mod:`images`). Each question computes its example: it
+collects ``Questions`` (:mod:`questions`), which are the answers at each output and the rows of
+relevance that explain them (:mod:`rows`; :mod:`captum_methods` for Captum's own), and
+:mod:`explained` puts them together. :mod:`run` is how all of these run the model, and
+:mod:`validate` removes the tokens that methods rank first. Below are :mod:`reading` (a text as
+tokens) and :mod:`lens` (what each layer would answer). :mod:`captum_llm` stands in for Captum's
+wrapper of language models.
 """
 
 from captum_ssm.explanation.make.front import explain

@@ -103,6 +103,11 @@ class CaptumRows:
         return " ".join(self.method.get_name().split())
 
     @property
+    def removes_parts(self) -> bool:
+        """Whether it takes parts of the input away."""
+        return isinstance(self.inner, PerturbationAttribution)
+
+    @property
     def note(self) -> str:
         """What was explained, in place of what, and how many inputs the model was given."""
         cost = f"; the model was given {self.forwards} inputs" if self.forwards else ""
@@ -120,7 +125,7 @@ class CaptumRows:
             inputs, self._model = inputs.clone(), run
             if isinstance(self.inner, LayerAttribution):
                 return self._of_layer(inputs, questions, what)
-            if isinstance(self.inner, PerturbationAttribution):
+            if self.removes_parts:
                 return self._of_parts(inputs, questions, what), None
             return self._of_gradients(inputs, questions, what)
 

@@ -14,13 +14,16 @@ import torch
 from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
+from captum_ssm.explanation.make.arrays import given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.images import image_questions
-from captum_ssm.explanation.make.inputs import numbered, parse_inputs
+from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import Asked, Setup
+from captum_ssm.explanation.make.questions import Setup, TextSetup
 from captum_ssm.explanation.make.rows import RowSource
+from captum_ssm.explanation.make.series import series_questions
+from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
@@ -59,22 +62,36 @@ def explain(
     """Why a model answers what it answers, as data that can be shown, saved and compared.
 
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
-    token of a continuation; ``explain(model, image)`` the class of an image. The model runs
-    once to see what kind of model it is, once for each input to see what it answers, and then as
-    each method needs.
+    token of a continuation; ``explain(model, image)`` the class of an image or a video, and
+    ``explain(model, series)`` a forecast, or with ``labels`` the class of a series or of a row of a
+    table. The model runs once or a few times to see what kind of model it is, once for each input
+    to see what it answers, and then as each method needs.
+
+    What an array is, the model decides: each reading that its shape allows, as an image, a series
+    or a table, is tried, and the one that the model takes counts.
 
     Args:
-        model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
-            an image classifier that returns ``(B, classes)``.
+        model (nn.Module, nnsight model or Pipeline): a language model that returns logits
+            ``(B, L, V)``; a classifier of texts or images, ``(B, classes)``, or of tokens,
+            ``(B, L, labels)``; a model that finds answers in a text, with ``start_logits`` and
+            ``end_logits``; or a pipeline of transformers, in place of a model and its tokenizer.
         tokenizer (TokenizerLike, optional): of the language model. Without it, ids are their own
             texts, and the inputs may stand here. Default: None
-        inputs (str, list of str, Tensor, dict or image): a text or several; token ids ``(L,)`` or
-            ``(B, L)``; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
-            padding is not explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
-            model takes them, or, with ``processor``, as that takes them. Default: None
+        inputs (str, list of str, Tensor, dict or image): a text or several, also an array or a
+            pandas ``Series`` of them; two texts that go together, ``{"text": ..., "text_pair":
+            ...}`` or ``{"question": ..., "context": ...}``; token ids ``(L,)`` or ``(B, L)``; a
+            tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose padding is not
+            explained; a series ``(T, F)`` or ``(B, T, F)``, or a pandas table with one row per step
+            and one column per feature; a row of a table ``(F,)`` or several ``(B, F)``; an image, a
+            path, or a video ``(C, T, H, W)``; or a list of these. Floats ``(C, H, W)`` or
+            ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
+            bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
+            all but tensors of floats are as that takes them. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
-            explained, one output per token; of an image a class or its label; a list of str has
-            one per text. None is what the model predicts. Default: None
+            explained, one output per token; of an image, a text or a token a class or its label; of
+            a text that answers a question a part of it; of a forecast an index such as
+            ``(step, feature)``, or its name; a list of str has one per text. None is what the model
+            predicts. Default: None
         against (str, int, sequence of int or list of str, optional): another continuation, or
             class. Where the two first differ, the score of one minus that of the other is explained
             as well; methods that ignore the target give their plain row. Default: None
@@ -88,8 +105,9 @@ def explain(
             Default: False
         position (int, sequence of int or str, optional): explains what is predicted at these
             tokens of the text, negative from the end, in place of its continuation: the target,
-            of one token, or the model's own prediction there. ``"all"`` explains every token of
-            the text from the second on, by those before it, and then the continuation.
+            of one token, or the model's own prediction there; of labels those of these tokens.
+            ``"all"`` explains every token of the text from the second on, by those before it, and
+            then the continuation.
             Default: None
         units (str or dict, optional): what relevance is summed over where it is shown:
             ``"token"``, ``"word"`` or ``"sentence"``; or named parts of the text,
@@ -105,12 +123,15 @@ def explain(
         lens (bool, optional): also keep the likeliest answers after each layer, by the model's
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
-        processor (Callable, optional): the image processor of the model. Default: None
-        labels (sequence or dict of str, optional): the names of an image model's classes; None
-            for those of its configuration. Default: None
-        mean, std (sequence of float, optional): how the pixels were normalized, to show the
-            image; None for those of the processor, or else the range of its values is shown.
+        processor (Callable, optional): the image processor of the model, or a function from a
+            picture to a tensor ``(C, H, W)``; it may also stand in the tokenizer's place.
             Default: None
+        labels (sequence or dict of str, optional): the names of the model's classes; None for
+            those of its configuration. The outputs of a model of series or tables are classes if
+            they have names, else numbers. Default: None
+        mean, std (sequence of float, optional): how pixels are normalized: bytes are, and floats
+            are shown as they were before. None for those of the processor; without one bytes are
+            only scaled, and of floats the range is shown. Default: None
         title (str, optional): a heading. Default: None
         memory_limit (int, optional): bytes for the rows, for the maps, and for the work of each
             method; what needs more is refused before it is computed. Default: None
@@ -123,7 +144,8 @@ def explain(
         Explanation: with one example per text or image.
 
     Raises:
-        ValueError: for a text without a token, words of a target that the tokenizer does not know,
+        ValueError: for a text without a token, hidden states in place of scores, a label that the
+            model does not have, words of a target that the tokenizer does not know,
             a target of several tokens where one is needed, a contrast with the target itself, an
             unknown method, unit or map, and whatever a method raises.
         TypeError: for inputs of a wrong type.
@@ -146,12 +168,15 @@ def explain(
     )
     spans = parse_spans(units)
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    shown = {"labels": labels, "mean": mean, "std": std}
     questions: Sequence[Answerable]
     if texts is None:
-        questions = image_questions(image, processor, target, against, shown)
+        own = None if is_tokenizer(tokenizer) else tokenizer
+        found = given(setup.model, image, own if processor is None else processor, mean, std)
+        setup.notes.extend([found.note] if found.note else [])
+        ask = image_questions if found.kind in ("image", "video") else series_questions
+        questions = ask(found, target, against, labels)
     else:
-        about = Asked(tokenizer, position, spans)
+        about = TextSetup(tokenizer, position, spans)
         questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
         examples = tuple(_answered(setup, questions))
@@ -218,8 +243,9 @@ def _name(model: nn.Module) -> str:
 
 
 def _title(examples: Sequence[Example], name: str) -> str:
-    if len(examples) == 1 and len(examples[0].outputs) == 1:
-        (output,) = examples[0].outputs
+    is_one = len(examples) == 1 and len(examples[0].outputs) == 1
+    if is_one or (len(examples) == 1 and examples[0].outputs[0].role == SPAN):
+        output = examples[0].outputs[0]
         return f"Why “{output.answers[output.chosen].text.strip()}”?"
     return f"What {name} reads"
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.arrays import may_be_text
 from captum_ssm.explanation.make.reading import TokenizedText, read, read_ids, read_pair
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import unknown_in_prompt
@@ -57,6 +58,8 @@ def parse_inputs(
     inputs = named if inputs is None else inputs
     if _is_listed(inputs):
         inputs = list(inputs)
+    if not may_be_text(tokenizer, inputs):
+        return tokenizer, None, inputs
     texts = _texts(inputs)
     if texts is not None and tokenizer is None and not isinstance(texts[0], Ids):
         raise TypeError(

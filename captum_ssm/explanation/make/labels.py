@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from torch import Tensor
+
 from captum_ssm.errors import TargetError
 from captum_ssm.utils.integers import as_index
 
@@ -66,6 +68,23 @@ def class_of(name: str, wanted: Any, labels: Sequence[str]) -> int | None:
     if index is None or not -len(labels) <= index < len(labels):
         raise _unknown(name, repr(wanted), labels)
     return index % len(labels)
+
+
+def classes_of(
+    target: Any, against: Any, labels: Sequence[str], logits: Tensor
+) -> tuple[int, int | None]:
+    """The class that is explained, the likeliest unless another one is named, and its rival.
+
+    Raises:
+        TargetError: for a class that there is not, or twice the same one.
+    """
+    wanted, other = class_of("target", target, labels), class_of("against", against, labels)
+    chosen = int(logits.argmax()) if wanted is None else wanted
+    if other == chosen:
+        raise TargetError(
+            f"against is {against!r}, the class that is explained; expected another class."
+        )
+    return chosen, other
 
 
 def _unknown(name: str, wanted: str, labels: Sequence[str], hint: str = "") -> TargetError:

@@ -15,7 +15,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.classes import questions_of
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.questions import Asked, Choices, Questions, Setup
+from captum_ssm.explanation.make.questions import Choices, Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
@@ -39,7 +39,7 @@ class PlacesQuestion:
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: Asked
+        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextSetup
     ) -> PlacesQuestion:
         """The question, checked.
 
@@ -151,6 +151,11 @@ class _Answers:
         first, more = divmod(index, self.width)
         return first, first + more
 
+    def number(self, index: int) -> int:
+        """The id of an answer: that of its first token times L, plus that of its last one."""
+        first, last = self.place(index)
+        return first * len(self.text.tokens) + last
+
     def part(self, index: int) -> str:
         first, last = self.place(index)
         return "".join(one.text for one in self.text.tokens[first : last + 1]).strip()
@@ -161,7 +166,7 @@ class _Answers:
     def ask_of(self, questions: Questions, chosen: int, against: int | None) -> None:
         """The answer as a whole, then its start, then its end."""
         ask = partial(PlaceQuestion, width=self.width)
-        whole = Choices(self.part, self.probabilities, SPAN, ask)
+        whole = Choices(self.part, self.probabilities, SPAN, ask, self.number)
         questions.add(self.scores, None, chosen, against, choices=whole)
         others = (None, None) if against is None else self.place(against)
         for side, (one, other) in enumerate(zip(self.place(chosen), others, strict=True)):

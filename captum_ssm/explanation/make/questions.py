@@ -54,7 +54,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextSetup:
     """What is the same for all texts: ``position``, and named parts of a text, as given."""
 
     tokenizer: Any
@@ -67,18 +67,21 @@ class Choices:
     """The answers that there are at an output.
 
     Args:
-        text_of (Callable): an answer's text, by its id.
+        text_of (Callable): an answer's text, by its place among the logits.
         probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
             that are not logits. Default: softmax
         role (str, optional): of the output. Default: ``"next"``
         ask (Callable, optional): makes a question of ``(position, answer, against)``.
             Default: Question
+        id_of (Callable, optional): an answer's id, from its place among the logits.
+            Default: the place
     """
 
     text_of: Callable[[int], str]
     probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX
     role: str = NEXT
     ask: Callable[..., Question] = Question
+    id_of: Callable[[int], int] = int
 
 
 class Questions:
@@ -135,7 +138,8 @@ class Questions:
         self.questions += [choices.ask(position, answer) for answer in explained]
         shown = dict.fromkeys([*likely[:TOP], *explained])
         answers = _answers(choices, logits, list(shown), rows, {first: typed})
-        index = {answer.id: i for i, answer in enumerate(answers)}
+        places = {answer.id: k for k, answer in enumerate(answers)}
+        index = {one: places[choices.id_of(one)] for one in shown}
         contrasts = []
         if against is not None:
             contrasts = [Contrast(index[first], index[against], len(self.questions))]
@@ -144,7 +148,15 @@ class Questions:
             _answers(choices, after, after.topk(TOP).indices.tolist(), {}, {}) for after in lens
         )
         self.outputs.append(
-            Output(position, answers, index[first], tuple(contrasts), tuple(layers), choices.role)
+            Output(
+                position,
+                answers,
+                index[first],
+                tuple(contrasts),
+                tuple(layers),
+                choices.role,
+                len(logits),
+            )
         )
 
     def require_memory(self, entries: int) -> None:
@@ -238,7 +250,14 @@ def _answers(
         likely = choices.probabilities(logits)[ids].tolist()
     ranks = [1 + int((logits > logits[i]).sum()) for i in ids]
     answers = [
-        Answer(typed.get(i) or choices.text_of(i), i, p, float(logits[i]), rank, rows.get(i))
+        Answer(
+            typed.get(i) or choices.text_of(i),
+            choices.id_of(i),
+            p,
+            float(logits[i]),
+            rank,
+            rows.get(i),
+        )
         for i, p, rank in zip(ids, likely, ranks, strict=True)
     ]
     return tuple(sorted(answers, key=lambda answer: (answer.rank, answer.id)))

@@ -106,7 +106,10 @@ def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
             None if one in special else int(a >= shift)
             for one, (a, _) in zip(ids, offsets, strict=True)
         ]
-    # What stands for no character, such as a separator, lies where the text before it ends.
+    # The first text's last token ends its line. What stands for no character, such as a separator,
+    # lies where the text before it ends.
+    last = max((k for k, (a, b) in enumerate(offsets) if a < b < shift), default=0)
+    offsets[last] = offsets[last][0], shift
     at = 0
     for k, (a, b) in enumerate(offsets):
         at = b if b > a else at

@@ -35,9 +35,17 @@ class Question:
 
     def score(self, logits: Tensor) -> Tensor:
         """The explained score ``(n,)`` of ``logits (n, V)``, or ``(n, L, V)`` at a position."""
-        row = logits if self.position is None else logits[:, self.position]
-        answer = row[:, self.answer]
-        return answer if self.against is None else answer - row[:, self.against]
+        answer = _at(logits, self.place(self.answer))
+        return answer if self.against is None else answer - _at(logits, self.place(self.against))
+
+    def place(self, answer: int) -> tuple[int, ...]:
+        """Where an answer is in the output of one example, as a method's ``target`` names it."""
+        return (answer,) if self.position is None else (self.position, answer)
+
+
+def _at(logits: Tensor, place: tuple[int, ...]) -> Tensor:
+    every: Any = slice(None)
+    return logits[(every, *place)]
 
 
 class RowSource(Protocol):
@@ -156,9 +164,7 @@ def _attributed(
         inputs = inputs.expand(len(questions), *inputs.shape[1:])
     extra = run.extra(inputs)
     if needs_target and questions[0].is_target and run.is_plain:
-        answers = [question.answer for question in questions]
-        of_texts = list(zip(positions, answers, strict=True))
-        selects = {"target": of_texts if is_text else torch.tensor(answers, device=inputs.device)}
+        selects = {"target": [question.place(question.answer) for question in questions]}
     elif needs_target or _has_place_of_its_own(questions[0], run):
         places = torch.tensor(positions, device=inputs.device) if is_text else None
         method, selects, extra = _of_scores(method, run, questions), {"position": places}, None

@@ -17,7 +17,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.lens import Lens
-from captum_ssm.explanation.make.questions import Asked, Questions, Setup
+from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import (
     TokenizedText,
     answer_text,
@@ -44,17 +44,17 @@ class TextQuestion:
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: Asked
+        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextSetup
     ) -> TextQuestion:
         """The question, checked: targets are continuations of the text.
 
         Raises:
             ValueError, TypeError: for targets or positions that are none.
         """
-        if text.types:
+        if text.parts:
             raise InputError(
-                "token_type_ids marks a second text; expected one text per example. Pass "
-                "tokenizer(text) in place of tokenizer(text, pair)."
+                "there is a second text (a pair, or token_type_ids), and the model tells the next "
+                "token of one; expected one text per example."
             )
         tokenizer, position = asked.tokenizer, asked.position
         target = _continuation(tokenizer, as_continuation(target), "target")

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from captum_ssm.explanation.parts import (
+    END,
+    SPAN,
+    START,
     Answer,
     Example,
     ExplanationData,
@@ -53,7 +56,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
     found = {name: example.relevance[name] for name in methods if name in example.relevance}
     data = {
         "name": example.name,
-        "outputs": [_output(output) for output in example.outputs],
+        "outputs": [_output(output, len(example.tokens)) for output in example.outputs],
         "deltas": {
             name: _numbers(example.deltas[name]) for name in found if name in example.deltas
         },
@@ -62,6 +65,8 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)
+    if example.series is not None:
+        return data | _series(example.series, example.features, found)
     return data | {
         "tokens": [token.text for token in example.tokens],
         "special": [k for k, token in enumerate(example.tokens) if _special(token)],
@@ -94,15 +99,24 @@ def _special(token: Token) -> bool:
     return token.start == token.end
 
 
-def _output(output: Output) -> dict[str, Any]:
+def _output(output: Output, L: int) -> dict[str, Any]:
     return {
         "position": output.position,
         "role": output.role,
-        "answers": [_answer(answer) for answer in output.answers],
+        "answers": [_answer(answer) | _place(output, answer, L) for answer in output.answers],
+        "of": output.among,
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
         "lens": [[_answer(answer) for answer in layer] for layer in output.lens],
     }
+
+
+def _place(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
+    # The first token of an answer that is a part of the text, and the one after its last.
+    if output.role == SPAN:
+        first, last = divmod(answer.id, L)
+        return {"at": [first, last + 1]}
+    return {"at": [answer.id, answer.id + 1]} if output.role in (START, END) else {}
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
@@ -116,20 +130,38 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _image(
-    image: np.ndarray, grid: tuple[int, int] | None, relevance: Mapping[str, np.ndarray]
+    image: np.ndarray, grid: tuple[int, ...] | None, relevance: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    kept = {name: pooled(np.asarray(rows)) for name, rows in relevance.items()}
-    height, width = next(iter(kept.values())).shape[-2:] if kept else image.shape[:2]
-    step = -(-max(image.shape[:2]) // (2 * MOST_CELLS))
-    pixels = np.ascontiguousarray(image[::step, ::step], dtype=np.uint8)
+    # The frames of a video lie one below the other.
+    frames = len(image) if image.ndim == 4 else 1
+    most = MOST_CELLS // math.isqrt(frames)
+    kept = {name: pooled(np.asarray(rows), most) for name, rows in relevance.items()}
+    height, width = next(iter(kept.values())).shape[-2:] if kept else image.shape[-3:-1]
+    step = -(-max(image.shape[-3:-1]) // (2 * most))
+    pixels = np.ascontiguousarray(image[..., ::step, ::step, :], dtype=np.uint8)
+    *_, down, across, _ = pixels.shape
     return {
-        "size": [height, width],
-        "grid": list(grid) if grid else None,
+        "size": [frames * height, width],
+        "frames": frames,
+        "grid": None if not grid else [1, *grid] if len(grid) == 2 else list(grid),
         "image": {
-            "size": list(pixels.shape[:2]),
+            "size": [frames * down, across],
             "data": _text(pixels.tobytes()),
         },
         "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in kept.items()},
+    }
+
+
+def _series(
+    series: np.ndarray, features: tuple[str, ...], relevance: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    steps = np.atleast_2d(series)  # (T, F), of a table's row (1, F)
+    return {
+        "size": list(steps.shape),
+        "table": series.ndim == 1,
+        "features": list(features),
+        "series": packed(steps.T),
+        "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in relevance.items()},
     }
 
 
@@ -161,17 +193,18 @@ def packed(rows: np.ndarray) -> dict[str, Any]:
     }
 
 
-def pooled(values: np.ndarray) -> np.ndarray:
-    """At most MOST_CELLS cells per side: each keeps its strongest entry, a mean would erase it.
+def pooled(values: np.ndarray, most: int = MOST_CELLS) -> np.ndarray:
+    """At most so many cells per side: each keeps its strongest entry, a mean would erase it.
 
     Args:
         values (numpy.ndarray): of shape ``(..., rows, columns)``.
+        most (int, optional): Default: ``MOST_CELLS``
 
     Returns:
         numpy.ndarray: with the last two axes divided by one whole number.
     """
     *batch, height, width = values.shape
-    size = -(-max(height, width) // MOST_CELLS)
+    size = -(-max(height, width) // most)
     if size == 1:
         return values
     rows, columns = -(-height // size), -(-width // size)

@@ -1,6 +1,6 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
-import { count, visible } from "./format.js";
+import { count, plain, visible } from "./format.js";
 
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
@@ -69,17 +69,26 @@ export class Example {
     this.special = new Set(special);
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
+    this.isTable = this.isSeries && data.table;
     this.isText = !this.isImage && !this.isSeries;
     this.features = data.features;
     this.size = data.size;
     this.grid = data.grid;
+    this.frames = data.frames ?? 1;
     this.units = this.isImage ? this.#imageUnits()
       : this.isSeries ? this.#seriesUnits() : this.#textUnits(data.units);
     // Units that are all of the input, or as small as its tokens, would change nothing.
     const [[first, { count: finest }]] = Object.entries(this.units);
     this.unitNames = Object.keys(this.units).filter((name) =>
       name === first || (this.units[name].count > 1 && this.units[name].count !== finest));
-    this.positions = new Map(outputs.map((output, k) => [output.position, k]));
+    // The output whose answer stands at a token; of several that of the first.
+    this.places = new Map();
+    outputs.forEach(({ chosen }, k) => {
+      const [first, end] = this.standing({ output: k, answer: chosen }) ?? [0, 0];
+      for (let token = first; token < end; token += 1) {
+        if (!this.places.has(token)) this.places.set(token, k);
+      }
+    });
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
     })));
@@ -94,17 +103,22 @@ export class Example {
     return all;
   }
 
+  // Patches may reach over several frames of a video; an image has one frame.
   #imageUnits() {
-    const [height, width] = this.size;
-    const divided = (name, rows, columns) => {
-      const of = Uint32Array.from({ length: height * width }, (_, pixel) => {
-        const row = Math.floor((Math.floor(pixel / width) * rows) / height);
-        return row * columns + Math.floor(((pixel % width) * columns) / width);
+    const { frames, size: [below, width] } = this;
+    const height = below / frames;
+    const divided = (name, slices, rows, columns) => {
+      const of = Uint32Array.from({ length: below * width }, (_, pixel) => {
+        const y = Math.floor(pixel / width);
+        const slice = Math.floor((Math.floor(y / height) * slices) / frames);
+        const row = Math.floor(((y % height) * rows) / height);
+        return (slice * rows + row) * columns + Math.floor(((pixel % width) * columns) / width);
       });
-      return Object.assign(new Unit(name, of, rows * columns), { shape: [rows, columns] });
+      return Object.assign(new Unit(name, of, slices * rows * columns), { slices, rows, columns });
     };
-    const pixel = divided("pixel", height, width);
-    return this.grid ? { patch: divided("patch", ...this.grid), pixel } : { pixel };
+    const pixel = divided("pixel", frames, height, width);
+    const all = this.grid ? { patch: divided("patch", ...this.grid), pixel } : { pixel };
+    return frames > 1 ? { ...all, frame: divided("frame", frames, 1, 1) } : all;
   }
 
   // The sources of a series are its numbers, time step by time step.
@@ -131,31 +145,75 @@ export class Example {
   }
 
   get sizeName() {
-    if (this.isImage) return `${this.pixels.size[1]} × ${this.pixels.size[0]} pixels`;
+    if (this.isImage) {
+      const [below, width] = this.pixels.size;
+      const pixels = `${width} × ${below / this.frames} pixels`;
+      return this.frames > 1 ? `${count(this.frames, "frame")} of ${pixels}` : pixels;
+    }
     if (!this.isSeries) return count(this.tokens.length, "token");
+    if (this.isTable) return count(this.size[1], "feature");
     return `${count(this.size[0], "time step")} of ${count(this.size[1], "feature")}`;
   }
 
   get answersAre() {
     if (this.outputs.every(({ answers }) => answers.every(({ p }) => p === null))) return "Outputs";
+    const roles = new Set(this.outputs.map(({ role }) => role));
+    if (roles.has("label")) return "Labels";
+    if (roles.has("span")) return "Answers";
     return this.outputs.every(({ position }) => position === null) ? "Classes" : "Answers here";
   }
 
   // What a part is called where it is not a stretch of text.
   placeName(unit, part) {
     if (this.isImage) {
-      const [, columns] = unit.shape;
-      return `row ${Math.floor(part / columns)}, column ${part % columns}`;
+      const { slices, rows, columns } = unit;
+      const slice = Math.floor(part / (rows * columns));
+      const [first, end] = [slice, slice + 1].map((k) => Math.ceil((k * this.frames) / slices));
+      const frame = end - first > 1 ? `frames ${first}–${end - 1}` : `frame ${first}`;
+      const place = `row ${Math.floor(part / columns) % rows}, column ${part % columns}`;
+      if (this.frames === 1) return place;
+      return unit.name === "frame" ? frame : `${frame}, ${place}`;
     }
     const count = this.features.length;
     if (unit.name === "feature") return visible(this.features[part]);
     if (unit.name === "step") return `step ${part}`;
-    return `${visible(this.features[part % count])}, step ${Math.floor(part / count)}`;
+    const feature = visible(this.features[part % count]);
+    return this.isTable ? `${feature} = ${plain(this.valueAt(part))}`
+      : `${feature}, step ${Math.floor(part / count)}`;
+  }
+
+  // The number of a series at a place.
+  valueAt(source) {
+    const count = this.features.length;
+    return this.series[source % count][Math.floor(source / count)];
+  }
+
+  // The tokens where an answer stands, the first and the one after the last: it follows the token
+  // that it is read from, is its label, or is a part of the text.
+  standing({ output, answer }) {
+    const { position, role, answers } = this.outputs[output];
+    if (answers[answer].at) return answers[answer].at;
+    if (position === null) return null;
+    return role === "label" ? [position, position + 1] : [position + 1, position + 2];
+  }
+
+  get isLabeled() {
+    return this.outputs.every(({ role }) => role === "label");
+  }
+
+  // The first label that is not the one of most tokens: they are labels of nothing.
+  get #firstLabel() {
+    const texts = this.outputs.map(({ answers, chosen }) => answers[chosen].text);
+    const number = (text) => texts.filter((each) => each === text).length;
+    const usual = texts.reduce((most, text) => (number(text) > number(most) ? text : most));
+    return Math.max(0, texts.findIndex((text) => text !== usual));
   }
 
   // The page opens where there is something to read: after the prompt, or late enough in it.
   get opening() {
+    if (this.isLabeled) return this.#firstLabel;
     const places = this.outputs.map(({ position }) => position);
+    if (places.every((place) => place === null)) return 0;
     const isExplained = (k) => this.pick(String(k)) !== null;
     const after = places.findIndex((place, k) => place >= this.prompt - 1 && isExplained(k));
     return after >= 0 ? after : Math.max(0, places.findLastIndex((_, k) => isExplained(k)));
@@ -189,6 +247,11 @@ export class Example {
   #explained({ output, answer }) {
     const { answers, contrasts } = this.outputs[output];
     return answers[answer].row !== null || contrasts.some((contrast) => contrast[0] === answer);
+  }
+
+  // What an output is about, where its answer does not tell.
+  about({ position, role }) {
+    return { label: this.tokens[position], span: "answer", start: "start", end: "end" }[role];
   }
 
   written({ output, answer }) {

@@ -1,9 +1,11 @@
-// A picture with relevance over it: patches or pixels, a read-out under the pointer.
-import { brush, clamp, element, hasModifier, raster } from "./dom.js";
+// A picture, or the frames of a video, with relevance over it: patches or pixels.
+import { brush, clamp, element, hasModifier, range, raster } from "./dom.js";
 import { digits } from "./format.js";
 
 const WIDEST = 720;
 const TALLEST = 620;
+const BETWEEN = 8; // frames
+const NUMBERED = 40; // pixels of a frame that has room for its number
 
 export class ImagePanel {
   constructor(page, panel) {
@@ -14,7 +16,8 @@ export class ImagePanel {
       class: "picture",
       role: "img",
       tabindex: 0,
-      "aria-label": `Picture, ${panel.method.title}: arrow keys move, N goes to the next largest`,
+      "aria-label": `${this.example.frames > 1 ? "Video" : "Picture"}, ${panel.method.title}: ` +
+        "arrow keys move, N goes to the next largest",
       onpointermove: (event) => page.point(this.#partAt(event), this),
       onpointerdown: (event) => page.point(this.#partAt(event), this),
       onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
@@ -37,12 +40,12 @@ export class ImagePanel {
   update(panel) {
     this.panel = panel;
     const { relevance, limit } = panel;
-    const [rows, columns] = this.unit.shape;
+    const { slices, rows, columns } = this.unit;
     if (this.grayTheme !== this.page.theme) {
       this.gray = this.drawGray();
       this.grayTheme = this.page.theme;
     }
-    this.overlay = raster(columns, rows, (part) =>
+    this.overlay = raster(columns, slices * rows, (part) =>
       relevance.has(part) ? this.page.colors.over(relevance.values[part], limit) : [0, 0, 0, 0]);
     this.note.textContent = `scale ±${digits(limit)}`;
     this.draw();
@@ -64,35 +67,79 @@ export class ImagePanel {
 
   anchor(part) {
     const box = this.canvas.getBoundingClientRect();
-    const { x, y, width, height } = this.#cell(part);
+    const { x, y, width, height } = this.#cells(part)[0];
     return new DOMRect(box.x + x, box.y + y, width, height);
+  }
+
+  // Where a part lies in the picture, whose frames lie one below the other.
+  source(part) {
+    const { frames } = this.example;
+    const { slices, rows, columns } = this.unit;
+    const { slice, row, column } = this.#place(part);
+    const [across, down] = [this.picture.width / columns, this.picture.height / frames / rows];
+    const frame = Math.floor((slice * frames) / slices);
+    return [column * across, (frame * rows + row) * down, across, down];
   }
 
   draw() {
     if (!this.panel) return;
-    const { width: across, height: down } = this.picture;
-    const room = this.node.getBoundingClientRect().width;
-    const width = Math.min(room, WIDEST, (TALLEST * across) / down);
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${(width * down) / across}px`;
-    const { context, height } = brush(this.canvas);
+    const { frames, grid } = this.example;
+    const { slices, rows, columns } = this.unit;
+    this.#layOut();
+    const { context } = brush(this.canvas);
     const { values } = this.page.state;
-    context.imageSmoothingEnabled = width < 2 * across;
-    context.drawImage(values.gray ? this.gray : this.picture, 0, 0, width, height);
-    context.globalAlpha = values.opacity / 100;
-    context.imageSmoothingEnabled = false;
-    context.drawImage(this.overlay, 0, 0, width, height);
-    context.globalAlpha = 1;
-    if (this.example.grid && values.grid) this.#drawGrid(context, width, height);
+    const picture = values.gray ? this.gray : this.picture;
+    const down = picture.height / frames;
+    for (const frame of range(frames)) {
+      const { x, y } = this.#corner(frame);
+      const { width, height } = this.frame;
+      context.imageSmoothingEnabled = width < 2 * picture.width;
+      context.drawImage(picture, 0, frame * down, picture.width, down, x, y, width, height);
+      context.globalAlpha = values.opacity / 100;
+      context.imageSmoothingEnabled = false;
+      const slice = Math.floor((frame * slices) / frames);
+      context.drawImage(this.overlay, 0, slice * rows, columns, rows, x, y, width, height);
+      context.globalAlpha = 1;
+      if (grid && values.grid) this.#drawGrid(context, x, y);
+      if (frames > 1) this.#drawNumber(context, frame, x, y);
+    }
     if (this.page.pointed >= 0) this.#outline(context, this.page.pointed);
   }
 
+  // Frames in as many columns as make them largest.
+  #layOut() {
+    const { frames } = this.example;
+    const [across, down] = [this.picture.width, this.picture.height / frames];
+    const room = Math.min(this.node.getBoundingClientRect().width, WIDEST);
+    const widths = range(frames).map((k) => {
+      const [columns, rows] = [k + 1, Math.ceil(frames / (k + 1))];
+      const [wide, tall] = [room - k * BETWEEN, TALLEST - (rows - 1) * BETWEEN];
+      return Math.min(wide / columns, (tall / rows) * (across / down));
+    });
+    const width = Math.max(...widths);
+    this.columns = widths.indexOf(width) + 1;
+    this.frame = { width, height: (width * down) / across };
+    const count = Math.ceil(frames / this.columns);
+    const side = (length, number) => length * number + BETWEEN * (number - 1);
+    this.canvas.style.width = `${side(width, Math.min(frames, this.columns))}px`;
+    this.canvas.style.height = `${side(this.frame.height, count)}px`;
+  }
+
+  #corner(frame) {
+    const { columns, frame: { width, height } } = this;
+    return {
+      x: (frame % columns) * (width + BETWEEN),
+      y: Math.floor(frame / columns) * (height + BETWEEN),
+    };
+  }
+
   // Dark and light, to be seen on any picture.
-  #drawGrid(context, width, height) {
-    const [rows, columns] = this.example.grid;
+  #drawGrid(context, left, top) {
+    const [, rows, columns] = this.example.grid;
+    const { width, height } = this.frame;
     context.beginPath();
-    for (let k = 1; k < columns; k++) line(context, (k * width) / columns, 0, 0, height);
-    for (let k = 1; k < rows; k++) line(context, 0, (k * height) / rows, width, 0);
+    for (let k = 1; k < columns; k++) line(context, left + (k * width) / columns, top, 0, height);
+    for (let k = 1; k < rows; k++) line(context, left, top + (k * height) / rows, width, 0);
     context.lineWidth = 1;
     context.strokeStyle = "rgb(255 255 255 / 30%)";
     context.stroke();
@@ -102,35 +149,69 @@ export class ImagePanel {
     context.setLineDash([]);
   }
 
-  #outline(context, part) {
-    const { x, y, width, height } = this.#cell(part);
-    context.lineWidth = 4;
-    context.strokeStyle = "#fff";
-    context.strokeRect(x, y, width, height);
-    context.lineWidth = 2;
-    context.strokeStyle = this.page.colors.focus;
-    context.strokeRect(x, y, width, height);
+  #drawNumber(context, frame, x, y) {
+    if (this.frame.width < NUMBERED) return;
+    const { colors } = this.page;
+    context.font = `11px ${colors.ui}`;
+    context.textBaseline = "top";
+    context.textAlign = "left";
+    context.fillStyle = colors.paper;
+    context.fillRect(x, y, context.measureText(String(frame)).width + 8, 16);
+    context.fillStyle = colors.ink;
+    context.fillText(String(frame), x + 4, y + 3);
   }
 
-  #cell(part) {
-    const box = this.canvas.getBoundingClientRect();
-    const [rows, columns] = this.unit.shape;
-    const [width, height] = [box.width / columns, box.height / rows];
-    return { x: (part % columns) * width, y: Math.floor(part / columns) * height, width, height };
+  #outline(context, part) {
+    for (const { x, y, width, height } of this.#cells(part)) {
+      context.lineWidth = 4;
+      context.strokeStyle = "#fff";
+      context.strokeRect(x, y, width, height);
+      context.lineWidth = 2;
+      context.strokeStyle = this.page.colors.focus;
+      context.strokeRect(x, y, width, height);
+    }
+  }
+
+  #place(part) {
+    const { rows, columns } = this.unit;
+    const slice = Math.floor(part / (rows * columns));
+    return { slice, row: Math.floor(part / columns) % rows, column: part % columns };
+  }
+
+  // Where a part is drawn: once in each of its frames.
+  #cells(part) {
+    const { slices, rows, columns } = this.unit;
+    const { frames } = this.example;
+    const { slice, row, column } = this.#place(part);
+    const [width, height] = [this.frame.width / columns, this.frame.height / rows];
+    return range(frames).filter((frame) => Math.floor((frame * slices) / frames) === slice)
+      .map((frame) => {
+        const { x, y } = this.#corner(frame);
+        return { x: x + column * width, y: y + row * height, width, height };
+      });
   }
 
   #partAt(event) {
     const box = this.canvas.getBoundingClientRect();
-    const [rows, columns] = this.unit.shape;
-    const row = Math.floor(((event.clientY - box.top) / box.height) * rows);
-    const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
-    return clamp(row, 0, rows - 1) * columns + clamp(column, 0, columns - 1);
+    const { slices, rows, columns } = this.unit;
+    const { frames } = this.example;
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const { width, height } = this.frame;
+    const across = clamp(Math.floor(x / (width + BETWEEN)), 0, this.columns - 1);
+    const down = Math.max(0, Math.floor(y / (height + BETWEEN)));
+    const frame = clamp(down * this.columns + across, 0, frames - 1);
+    const corner = this.#corner(frame);
+    const row = clamp(Math.floor(((y - corner.y) / height) * rows), 0, rows - 1);
+    const column = clamp(Math.floor(((x - corner.x) / width) * columns), 0, columns - 1);
+    const slice = Math.floor((frame * slices) / frames);
+    return (slice * rows + row) * columns + column;
   }
 
   #key(event) {
     if (hasModifier(event)) return;
     const { relevance } = this.panel;
-    const [rows, columns] = this.unit.shape;
+    const { count, columns, rows: inSlice, slices } = this.unit;
+    const rows = slices * inSlice;
     const { pointed } = this.page;
     const at = pointed < 0 ? 0 : pointed;
     const [row, column] = [Math.floor(at / columns), at % columns];
@@ -142,8 +223,10 @@ export class ImagePanel {
       ArrowRight: move(0, 1),
       ArrowUp: move(-1, 0),
       ArrowDown: move(1, 0),
+      PageUp: move(-inSlice, 0),
+      PageDown: move(inSlice, 0),
       Home: 0,
-      End: rows * columns - 1,
+      End: count - 1,
       n: relevance.order[rank + 1] ?? at,
       N: relevance.order[Math.max(0, rank - 1)] ?? at,
     }[event.key];

@@ -69,14 +69,16 @@ function chip({ example, values, second, pick: chosen }, pick) {
   const isFirst = isPair && pick.output === chosen.output;
   const mark = isPinned ? "B" : isFirst ? "A" : null;
   const output = example.outputs[pick.output];
+  const about = example.about(output);
   const bar = element("b");
   bar.style.width = `${100 * (answer.p ?? 0)}%`;
   return {
     value: String(pick.output),
     className: isPinned ? "second" : null,
-    label: `${name(answer.text)}, ${likely(answer)}${isPinned ? ", pinned as B" : ""}`,
+    label: `${about ? `${name(about)}: ` : ""}${name(answer.text)}, ${likely(answer)}${isPinned ? ", pinned as B" : ""}`,
     title: output.answers.slice(0, MOST_IN_TIP).map((each) => described(each, output)).join("\n"),
     content: [
+      about ? [element("small", {}, name(about)), " "] : null,
       token(answer.text), element("small", {}, likely(answer)),
       answer.p !== null && element("i", {}, bar), mark && element("em", {}, mark),
     ],

@@ -2,6 +2,13 @@
 import { element, fill } from "./dom.js";
 import { likely, name, plain, quoted, token } from "./format.js";
 
+// How a question about an output begins.
+const ASKED = {
+  span: "Why is the answer ",
+  start: "Why does the answer start at ",
+  end: "Why does the answer end at ",
+};
+
 export class Question {
   constructor() {
     this.title = element("h2", { class: "question" });
@@ -16,7 +23,11 @@ export class Question {
     const other = isPair ? example.answer(second)
       : values.n >= 0 ? output.answers[values.n] : null;
     const link = isPair ? ", and why " : ", not ";
-    fill(this.title, "Why ", quoted(answer.text), other && [link, quoted(other.text)], "?");
+    const asked = ASKED[output.role] ?? "Why ";
+    const of = output.role === "label" && [" for ", quoted(example.about(output))];
+    const isNumber = answer.p === null && !other;
+    if (isNumber) fill(this.title, "Why is ", quoted(answer.text), ` ${plain(answer.logit)}?`);
+    else fill(this.title, asked, quoted(answer.text), of, other && [link, quoted(other.text)], "?");
     const others = isPair ? example.outputs[second.output] : output;
     fill(this.facts, "The model gives ", facts(answer, output),
       other && ["; ", facts(other, others)], ".");

@@ -1,6 +1,6 @@
 // What is known of one part, in the tooltip and for those who listen.
-import { element } from "./dom.js";
-import { name, percent, signed, token, visible } from "./format.js";
+import { element, range } from "./dom.js";
+import { name, percent, plain, signed, token, visible } from "./format.js";
 
 const LONGEST = 120;
 
@@ -43,9 +43,12 @@ export class Reading {
   // What the marks of this part mean, where it has some.
   #notes(part) {
     const { example, unit, panels: [{ relevance }] } = this.page.view;
+    if (example.isSeries && !example.isTable && unit.name === "value") {
+      return [`The value there is ${plain(example.valueAt(part))}.`];
+    }
     if (!example.isText) return [];
     const [first, end] = unit.bounds[part];
-    const isOutput = [...example.positions.keys()].some((at) => at !== null && at + 1 >= first && at + 1 < end);
+    const isOutput = range(end - first).some((k) => example.places.has(first + k));
     return [
       relevance.hidden.has(part) && part === relevance.own
         && "Hatched: the answer is read here, and the token reads itself.",

@@ -6,7 +6,7 @@ import { VIEWS } from "./state.js";
 
 const UNITS = {
   token: "Token", word: "Word", sentence: "Sentence", span: "Part", patch: "Patch", pixel: "Pixel",
-  value: "Value", step: "Time step", feature: "Feature",
+  value: "Value", step: "Time step", feature: "Feature", frame: "Frame",
 };
 const OPACITIES = [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100];
 

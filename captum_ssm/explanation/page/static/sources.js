@@ -69,15 +69,13 @@ export class Sources {
   }
 
   // Where the part lies on the picture: a cut-out of it.
-  #drawCrops({ unit, panels }) {
-    const { picture } = panels[0].drawn;
-    const [rows, columns] = unit.shape;
+  #drawCrops({ panels }) {
+    const { drawn } = panels[0];
     for (const [part, row] of this.rows) {
       const { context, width, height } = brush(row.querySelector("canvas"));
-      const [x, y] = [part % columns, Math.floor(part / columns)];
-      const [across, down] = [picture.width / columns, picture.height / rows];
-      context.imageSmoothingEnabled = across > 2 * width;
-      context.drawImage(picture, x * across, y * down, across, down, 0, 0, width, height);
+      const source = drawn.source(part);
+      context.imageSmoothingEnabled = source[2] > 2 * width;
+      context.drawImage(drawn.picture, ...source, 0, 0, width, height);
     }
   }
 }
@@ -96,10 +94,12 @@ function surroundings(example, unit, part) {
     element("bdi", { class: "after" }, near(end, end + AFTER).slice(0, AFTER)));
 }
 
+// A long name is cut before the step or the value.
 function place(example, unit, part) {
+  const [, name, end] = /^(.*?)((?:, step \d+| = [^=]*)?)$/s.exec(example.placeName(unit, part));
   return element("span", { class: "what place" },
     example.isImage && element("canvas", { class: "crop" }),
-    element("span", {}, example.placeName(unit, part)));
+    element("span", {}, name), end && element("span", { class: "end" }, end));
 }
 
 function bar(share, colors) {

@@ -29,7 +29,7 @@ export class State {
       q: 99.5, // the quantile with the strongest color
       min: 0, // the least share that is shown, in percent
       k: 10, // how many sources are listed
-      own: 0, // whether the own share is shown
+      own: this.example.isLabeled ? 1 : 0, // whether the own share is shown
       last: 1, // whether the prompt's last token is shown
       map: "", // the open map
       opacity: 80,
@@ -174,7 +174,9 @@ export class State {
 
   get mapIds() {
     const { example } = this;
-    const own = example.outputs.length > 1 && example.isText ? ["out"] : [];
+    const isOut = example.outputs.length > 1 && example.isText
+      && example.outputs.every(({ position }) => position !== null);
+    const own = isOut ? ["out"] : [];
     return [...own, ...example.layers.map(({ id }) => id)];
   }
 }

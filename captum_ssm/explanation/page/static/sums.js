@@ -48,5 +48,6 @@ function balance({ example, unit }, method, relevance, pick, against) {
   if (share < 1e-4) return said;
   const why = method.rest || "bias terms, constants of the model that read no input";
   const place = share < LITTLE ? "" : `is given to no ${unit.name}: it `;
-  return `${said} The missing ${signed(rest)} (${percent(share)}) ${place}comes from ${why}.`;
+  const much = share > 1 ? "" : ` (${percent(share)})`; // of a score near zero it tells nothing
+  return `${said} The missing ${signed(rest)}${much} ${place}comes from ${why}.`;
 }

@@ -162,23 +162,24 @@ export class TextPanel {
     ].filter(Boolean);
   }
 
-  // The outputs whose answers stand in this part: an answer follows the token it is read from.
+  // The outputs whose answers stand in this part.
   #outputs(part) {
-    const { positions } = this.example;
+    const { places } = this.example;
     const [first, end] = this.unit.bounds[part];
-    const outputs = range(end - first).map((k) => positions.get(first + k - 1));
+    const outputs = range(end - first).map((k) => places.get(first + k));
     return outputs.filter((output) => output !== undefined);
   }
 
   #holds(part, pick) {
-    return this.#outputs(part).includes(pick.output);
+    const at = this.example.standing(pick);
+    const [first, end] = this.unit.bounds[part];
+    return Boolean(at) && at[0] < end && first < at[1];
   }
 
   // An answer that the text ends before is written after it.
   #showAnswer() {
     const { pick, against } = this.panel;
-    const { position } = this.example.outputs[pick.output];
-    const isBeyond = position === this.example.tokens.length - 1;
+    const isBeyond = this.example.standing(pick)?.[0] === this.example.tokens.length;
     this.answer.hidden = !isBeyond;
     if (!isBeyond) return;
     const { before, body } = cut(this.example.answer(pick).text);

@@ -22,6 +22,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+__all__ = [
+    "CLASSES",
+    "FEATURES",
+    "HORIZON",
+    "PATTERN",
+    "SIGNALS",
+    "Bursts",
+    "Forecasts",
+    "burst_scores",
+    "forecast_scores",
+    "held_out_bursts",
+    "held_out_forecasts",
+    "make_bursts",
+    "make_forecasts",
+    "patterns",
+    "r_squared",
+]
+
 HELD_OUT_SEED = 20_002
 
 STEPS = 64
@@ -42,11 +60,21 @@ PATTERN = 8
 
 @dataclass(frozen=True)
 class Forecasts:
-    """Series ``(B, 64, 5)``, their future ``(B, 12, 5)`` and what decides it.
+    """Series with their future, and what decides it.
 
-    ``steps (B, 12, 5)`` and ``features (B, 12, 5)`` are the step and the feature of the one value
-    that each entry of the future is made of. ``marks (12,)`` are the features whose pulse at that
-    step says so.
+    Args:
+        series (Tensor): ``(B, 64, 5)``.
+        future (Tensor): The next steps, ``(B, 12, 5)``.
+        steps (Tensor): The step of the one value that each entry of the future is made of,
+            ``(B, 12, 5)``.
+        features (Tensor): The feature of that value, ``(B, 12, 5)``.
+        marks (Tensor): The features whose pulse at that step says so, ``(12,)``.
+
+    Examples::
+
+        >>> forecasts = signals.held_out_forecasts(4)
+        >>> forecasts.decisive(step=2, feature=1).sum((1, 2))
+        tensor([1, 1, 1, 1])
     """
 
     series: Tensor
@@ -59,7 +87,15 @@ class Forecasts:
         return len(self.series)
 
     def decisive(self, step: int, feature: int) -> Tensor:
-        """Where the value is that decides ``future[:, step, feature]``, ``(B, 64, 5)``."""
+        """Where the value is that decides an entry of the future.
+
+        Args:
+            step (int): Which of the 12 next steps.
+            feature (int): Which of the 5 features.
+
+        Returns:
+            A boolean ``(B, 64, 5)``, true at one entry per series.
+        """
         mask = torch.zeros_like(self.series, dtype=torch.bool)
         rows = torch.arange(len(self))
         mask[rows, self.steps[:, step, feature], self.features[:, step, feature]] = True
@@ -68,10 +104,20 @@ class Forecasts:
 
 @dataclass(frozen=True)
 class Bursts:
-    """Series ``(B, 6, 96)``, their classes ``(B,)`` and where the pattern is.
+    """Series with their classes, and where the pattern is that decides it.
 
-    The pattern is the :data:`PATTERN` steps from ``starts (B,)`` of feature ``features (B,)``;
-    ``masks (B, 6, 96)`` says the same.
+    Args:
+        series (Tensor): ``(B, 6, 96)``, channels first.
+        labels (Tensor): Indices of :data:`CLASSES`, ``(B,)``.
+        features (Tensor): The feature that has the pattern, ``(B,)``.
+        starts (Tensor): The first of the :data:`PATTERN` steps of the pattern, ``(B,)``.
+        masks (Tensor): Marks the entries of the pattern, ``(B, 6, 96)``, boolean.
+
+    Examples::
+
+        >>> bursts = signals.held_out_bursts(3)
+        >>> bursts.masks.sum((1, 2))
+        tensor([8, 8, 8])
     """
 
     series: Tensor
@@ -85,7 +131,21 @@ class Bursts:
 
 
 def make_forecasts(count: int, generator: torch.Generator, length: int = STEPS) -> Forecasts:
-    """Fresh series of ``length`` steps with their future."""
+    """Fresh series with their future.
+
+    Args:
+        count (int): How many.
+        generator (torch.Generator): The source of all randomness.
+        length (int, optional): The number of steps of a series. Default: 64
+
+    Returns:
+        The series, and what decides the future.
+
+    Examples::
+
+        >>> signals.make_forecasts(8, torch.Generator().manual_seed(0)).future.shape
+        torch.Size([8, 12, 5])
+    """
     series = torch.randn(count, length, len(FEATURES), generator=generator)
     series[..., SIGNALS:] *= 0.05
     marked = torch.rand(count, length, generator=generator).argsort(1)[:, :2]  # two steps
@@ -101,7 +161,16 @@ def make_forecasts(count: int, generator: torch.Generator, length: int = STEPS) 
 
 
 def patterns() -> Tensor:
-    """The patterns ``(4, 8)`` of the classes, each of mean 0 and root mean square 1."""
+    """The patterns of the classes, each of mean 0 and root mean square 1.
+
+    Returns:
+        ``(4, 8)``.
+
+    Examples::
+
+        >>> signals.patterns().shape
+        torch.Size([4, 8])
+    """
     t = torch.linspace(-1, 1, PATTERN)
     hill = torch.cos(math.pi * t)
     shapes = torch.stack([t, -t, hill, -hill])
@@ -110,7 +179,20 @@ def patterns() -> Tensor:
 
 
 def make_bursts(count: int, generator: torch.Generator) -> Bursts:
-    """Fresh series with their classes."""
+    """Fresh series with their classes.
+
+    Args:
+        count (int): How many.
+        generator (torch.Generator): The source of all randomness.
+
+    Returns:
+        The series, and where the pattern is.
+
+    Examples::
+
+        >>> signals.make_bursts(8, torch.Generator().manual_seed(0)).series.shape
+        torch.Size([8, 6, 96])
+    """
 
     def draw(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator)
@@ -138,17 +220,55 @@ def make_bursts(count: int, generator: torch.Generator) -> Bursts:
 
 
 def held_out_forecasts(count: int = 200) -> Forecasts:
-    """Series that no model was trained on, the same at every call."""
+    """Series that no model was trained on, the same at every call.
+
+    Args:
+        count (int, optional): How many. Default: 200
+
+    Returns:
+        The series, and what decides the future.
+
+    Examples::
+
+        >>> signals.held_out_forecasts(4).series.shape
+        torch.Size([4, 64, 5])
+    """
     return make_forecasts(count, torch.Generator().manual_seed(HELD_OUT_SEED))
 
 
 def held_out_bursts(count: int = 1000) -> Bursts:
-    """Series that no model was trained on, the same at every call."""
+    """Series that no model was trained on, the same at every call.
+
+    Args:
+        count (int, optional): How many. Default: 1000
+
+    Returns:
+        The series, and where the pattern is.
+
+    Examples::
+
+        >>> len(signals.held_out_bursts(4))
+        4
+    """
     return make_bursts(count, torch.Generator().manual_seed(HELD_OUT_SEED))
 
 
 def r_squared(forecast: Tensor, future: Tensor) -> float:
-    """The share of the future's variance that a forecast explains, the mean over its entries."""
+    """The share of the future's variance that a forecast explains, the mean over its entries.
+
+    Args:
+        forecast (Tensor): What a model says, ``(B, ...)``.
+        future (Tensor): What came, of the same shape.
+
+    Returns:
+        R²: 1 for a perfect forecast, 0 for the future's mean.
+
+    Examples::
+
+        >>> future = signals.held_out_forecasts(50).future
+        >>> signals.r_squared(future, future)
+        1.0
+    """
     unexplained = (forecast - future).square().mean(0) / future.var(0, correction=0)
     return float((1 - unexplained).mean())
 
@@ -159,6 +279,20 @@ def forecast_scores(model: nn.Module, forecasts: Forecasts) -> dict[str, float]:
 
     The marks stay. A model that reads the right values loses everything with the former, and
     nothing with the latter.
+
+    Args:
+        model (nn.Module): Series ``(B, 64, 5)`` to forecasts ``(B, 12, 5)``.
+        forecasts (Forecasts): The series, and what decides their future.
+
+    Returns:
+        ``r2``, ``r2_decisive_redrawn`` and ``r2_others_redrawn``.
+
+    Examples::
+
+        >>> model, _ = captum_ssm.examples.load("series-forecaster")
+        >>> scores = signals.forecast_scores(model, signals.held_out_forecasts(50))
+        >>> scores["r2"] > 0.9 > 0.1 > scores["r2_decisive_redrawn"]
+        True
     """
     series, future = forecasts.series, forecasts.future
     fresh = torch.randn(series.shape, generator=torch.Generator().manual_seed(0))
@@ -179,6 +313,19 @@ def burst_scores(model: nn.Module, bursts: Bursts) -> dict[str, float]:
     """The share of classes named right, and of the labels still named without the pattern.
 
     What the pattern covered is then 0, and a model that reads the pattern is left with a guess.
+
+    Args:
+        model (nn.Module): Series ``(B, 6, 96)`` to logits ``(B, 4)``.
+        bursts (Bursts): The series, and where the pattern is.
+
+    Returns:
+        ``accuracy`` and ``accuracy_without_pattern``.
+
+    Examples::
+
+        >>> model, _ = captum_ssm.examples.load("series-classifier")
+        >>> signals.burst_scores(model, signals.held_out_bursts(50))["accuracy"] > 0.9
+        True
     """
 
     def accuracy(series: Tensor) -> float:

@@ -31,6 +31,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+__all__ = [
+    "LENGTHS",
+    "SEPARATOR_ID",
+    "SYMBOLS",
+    "VOCABULARY",
+    "CopyBatch",
+    "alignment",
+    "decode",
+    "encode",
+    "held_out_batch",
+    "is_held_out",
+    "make_batch",
+    "predicting_positions",
+    "source_positions",
+]
+
 SYMBOLS: tuple[str, ...] = tuple("abcdefghijklmnopqrstuvwxyz")
 SEPARATOR = "<SEP>"
 VOCABULARY: tuple[str, ...] = (*SYMBOLS, SEPARATOR)
@@ -54,9 +70,15 @@ _IDS = {symbol: index for index, symbol in enumerate(VOCABULARY)}
 class CopyBatch:
     """Examples of one length.
 
-    Attributes:
-        tokens: Token ids, shape ``(examples, 2 * length + 1)``, dtype ``int64``.
-        length: Number of symbols in each source string.
+    Args:
+        tokens (Tensor): Token ids, shape ``(examples, 2 * length + 1)``, dtype ``int64``.
+        length (int): The number of symbols in each source string.
+
+    Examples::
+
+        >>> batch = copying.CopyBatch(copying.encode(["a", "b", "<SEP>", "a", "b"])[None], 2)
+        >>> copying.decode(batch.prompt[0]), copying.decode(batch.targets[0])
+        (['a', 'b', '<SEP>'], ['a', 'b'])
     """
 
     tokens: Tensor
@@ -84,12 +106,36 @@ class CopyBatch:
 
 
 def encode(symbols: Iterable[str]) -> Tensor:
-    """Token ids of an iterable of vocabulary entries (a plain string of letters will do)."""
+    """Token ids of vocabulary entries.
+
+    Args:
+        symbols (iterable of str): The entries; a plain string of letters will do.
+
+    Returns:
+        The ids, int64.
+
+    Examples::
+
+        >>> copying.encode("abz")
+        tensor([ 0,  1, 25])
+    """
     return torch.tensor([_IDS[symbol] for symbol in symbols], dtype=torch.int64)
 
 
 def decode(tokens: Tensor | Sequence[int]) -> list[str]:
-    """Vocabulary entries of a one-dimensional tensor, or sequence, of token ids."""
+    """Vocabulary entries of token ids.
+
+    Args:
+        tokens (Tensor or sequence of int): The ids, ``(L,)``.
+
+    Returns:
+        The entries, a list.
+
+    Examples::
+
+        >>> copying.decode([0, 26])
+        ['a', '<SEP>']
+    """
     return [VOCABULARY[int(token)] for token in tokens]
 
 
@@ -97,12 +143,35 @@ def predicting_positions(length: int) -> Tensor:
     """Input positions whose prediction is a copied token, in order: ``length .. 2 * length - 1``.
 
     The first of them holds the separator; each of the others holds the token just copied.
+
+    Args:
+        length (int): The number of symbols in the source string.
+
+    Returns:
+        The positions, ``(length,)``.
+
+    Examples::
+
+        >>> copying.predicting_positions(3)
+        tensor([3, 4, 5])
     """
     return torch.arange(length, 2 * length)
 
 
 def source_positions(length: int) -> Tensor:
-    """For each of :func:`predicting_positions`, where in the source its answer stands."""
+    """For each of :func:`predicting_positions`, where in the source its answer stands.
+
+    Args:
+        length (int): The number of symbols in the source string.
+
+    Returns:
+        The positions, ``(length,)``.
+
+    Examples::
+
+        >>> copying.source_positions(3)
+        tensor([0, 1, 2])
+    """
     return predicting_positions(length) - length
 
 
@@ -110,15 +179,22 @@ def alignment(length: int, offsets: Sequence[int] = (0,)) -> Tensor:
     """Ground truth as a mask over (predicting position, input position).
 
     Args:
-        length: Length of the source string.
-        offsets: Diagonals to mark, counted from the answer's own position.  ``(0,)`` marks the
-            answer alone.  A model that finds its position by the symbols before the answer draws on
-            those as well; ``(-1, 0, 1)`` accepts the direct neighbors.
+        length (int): The number of symbols in the source string.
+        offsets (sequence of int, optional): Diagonals to mark, counted from the answer's own
+            position.  ``(0,)`` marks the answer alone.  A model that finds its position by the
+            symbols before the answer draws on those as well; ``(-1, 0, 1)`` accepts the direct
+            neighbors.  Default: (0,)
 
     Returns:
         A boolean tensor of shape ``(length, 2 * length)``: row ``k`` is the prediction made at
         ``predicting_positions(length)[k]``, columns are the positions of :attr:`CopyBatch.inputs`.
         Neighbors outside the source string are dropped.
+
+    Examples::
+
+        >>> copying.alignment(2).int()
+        tensor([[1, 0, 0, 0],
+                [0, 1, 0, 0]], dtype=torch.int32)
     """
     mask = torch.zeros(length, 2 * length, dtype=torch.bool)
     rows = torch.arange(length)
@@ -134,6 +210,18 @@ def is_held_out(source: Tensor) -> Tensor:
 
     A polynomial hash over all symbols decides, so changing any one symbol redraws the lot and the
     reserved strings look like the others.
+
+    Args:
+        source (Tensor): Token ids, one string per row, ``(B, length)``.
+
+    Returns:
+        Booleans, ``(B,)``.
+
+    Examples::
+
+        >>> batch = copying.held_out_batch(4, torch.Generator().manual_seed(0))
+        >>> copying.is_held_out(batch.source)
+        tensor([True, True, True, True])
     """
     digest = torch.zeros(source.shape[0], dtype=torch.int64, device=source.device)
     for column in source.unbind(dim=1):
@@ -183,10 +271,19 @@ def make_batch(n: int, generator: torch.Generator, length: int | None = None) ->
     """A batch of ``n`` distinct training examples.
 
     Args:
-        n: Number of examples.
-        generator: Source of all randomness; the same state gives the same batch.
-        length: Source length.  ``None`` draws one of :data:`LENGTHS` for the whole batch, which
-            spares the model padding.
+        n (int): The number of examples.
+        generator (torch.Generator): The source of all randomness; the same state gives the same
+            batch.
+        length (int, optional): The number of symbols in a source string.  None draws one of
+            :data:`LENGTHS` for the whole batch, which spares the model padding.  Default: None
+
+    Returns:
+        The batch.
+
+    Examples::
+
+        >>> copying.make_batch(8, torch.Generator().manual_seed(0), length=16).inputs.shape
+        torch.Size([8, 32])
     """
     return _assemble(_draw(n, _length(length, generator), generator, held_out=False))
 
@@ -195,5 +292,13 @@ def held_out_batch(n: int, generator: torch.Generator, length: int | None = None
     """A batch of ``n`` distinct examples that :func:`make_batch` can never return.
 
     The arguments are those of :func:`make_batch`.
+
+    Returns:
+        The batch.
+
+    Examples::
+
+        >>> copying.held_out_batch(8, torch.Generator().manual_seed(0), 20).targets.shape
+        torch.Size([8, 20])
     """
     return _assemble(_draw(n, _length(length, generator), generator, held_out=True))

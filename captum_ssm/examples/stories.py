@@ -28,13 +28,30 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = [
+    "COLORS",
+    "IDS",
+    "KINDS",
+    "OBJECTS",
+    "PEOPLE",
+    "PRONOUNS",
+    "VERBS",
+    "WORDS",
+    "Story",
+    "StoryQuestion",
+    "StoryQuestions",
+    "held_out_questions",
+    "held_out_story",
+    "is_held_out",
+    "make_batch",
+    "make_story",
+]
 
 PRONOUNS = {
     **dict.fromkeys(("Anna", "Emma", "Lucy", "Mia"), "she"),
@@ -74,23 +91,27 @@ IDS = {word: index for index, word in enumerate(WORDS)}
 UNKNOWN_ID, PADDING_ID = IDS[UNKNOWN], IDS[PADDING]
 
 KINDS = ("color", "animal", "pronoun")
-PEOPLE = 4
-"""People in a story at most; at least two."""
-
-EVALUATION_SEED = 20_002
-
+PEOPLE = 4  # at most in a story; at least two
 _HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
-class Question:
+class StoryQuestion:
     """A word of a story that can be known from an earlier one.
 
-    Attributes:
-        kind: One of :data:`KINDS`.
-        position: The token at which the answer is predicted; the answer is the token after it.
-        cause: The token that the answer rests on.
-        rivals: Tokens that would lead to another answer, were they taken for the cause.
+    Args:
+        kind (str): One of :data:`KINDS`.
+        position (int): The token at which the answer is predicted; the answer is the token after
+            it.
+        cause (int): The token that the answer rests on.
+        rivals (tuple of int): Tokens that would lead to another answer, were they taken for the
+            cause.
+
+    Examples::
+
+        >>> question = stories.StoryQuestion("animal", position=4, cause=1, rivals=(4,))
+        >>> "The dogs near the bird bark .".split()[question.cause]
+        'dogs'
     """
 
     kind: str
@@ -101,10 +122,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Story:
-    """A story's words and the questions in it, in order."""
+    """A story's words and the questions in it, in order.
+
+    Args:
+        words (tuple of str): The words and the signs, of :data:`WORDS`.
+        questions (tuple of StoryQuestion): What can be known from an earlier word.
+
+    Examples::
+
+        >>> [stories.WORDS[i] for i in stories.Story(("Anna", "sings", "."), ()).ids]
+        ['Anna', 'sings', '.']
+    """
 
     words: tuple[str, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[StoryQuestion, ...]
 
     @property
     def ids(self) -> list[int]:
@@ -113,7 +144,19 @@ class Story:
 
 
 def is_held_out(sentence: list[str]) -> bool:
-    """Whether a sentence, by a hash of its words, is reserved for evaluation."""
+    """Whether a sentence, by a hash of its words, is reserved for evaluation.
+
+    Args:
+        sentence (list of str): Its words, the full stop included.
+
+    Returns:
+        Whether no training story has this sentence.
+
+    Examples::
+
+        >>> stories.is_held_out("The dogs near the bird bark .".split())
+        False
+    """
     return zlib.crc32(" ".join(sentence).encode()) % _HELD_OUT_ONE_IN == 0
 
 
@@ -128,15 +171,25 @@ def make_story(
     """One story.
 
     Args:
-        rng: Source of all randomness.
-        length: Sentences are added until the story has so many words.
-        held_out: The side of the split its sentences come from.
-        people: How many people have something.
-        last: A kind of question: one sentence with it is added at the end. A color is asked
-            for only when everyone's has been told.
+        rng (random.Random): The source of all randomness.
+        length (int): Sentences are added until the story has so many words.
+        held_out (bool, optional): The side of the split its sentences come from. Default: False
+        people (int, optional): How many people have something. Default: 4
+        last (str, optional): A kind of question: one sentence with it is added at the end. A color
+            is asked for only when everyone's has been told. Default: None
+
+    Returns:
+        The story.
+
+    Examples::
+
+        >>> import random
+        >>> story = stories.make_story(random.Random(0), length=20, last="animal")
+        >>> story.questions[-1].kind
+        'animal'
     """
     words: list[str] = []
-    questions: list[Question] = []
+    questions: list[StoryQuestion] = []
     facts = _facts(rng, people, held_out)
     names = [fact[0] for fact in facts]  # those met already are names[: people - len(facts)]
     owners: dict[str, int] = {}  # where the facts begin that were not asked about
@@ -152,15 +205,15 @@ def make_story(
             color = words[at + 3]
             rivals = (i for i, word in enumerate(words) if word in COLORS and word != color)
             words.extend([words[at], "'s", words[at + 4], "is", color, "."])
-            questions.append(Question(kind, start + 3, at + 3, tuple(rivals)))
+            questions.append(StoryQuestion(kind, start + 3, at + 3, tuple(rivals)))
         elif kind == "animal":
             words.extend(_drawn(lambda: _animal(rng), held_out))
-            questions.append(Question(kind, len(words) - 3, start + 1, (len(words) - 3,)))
+            questions.append(StoryQuestion(kind, len(words) - 3, start + 1, (len(words) - 3,)))
         else:
             words.extend(_drawn(lambda: _mood(rng, names[: people - len(facts)]), held_out))
             other = {"he": "she", "she": "he"}[PRONOUNS[words[start]]]
             rivals = (i for i, word in enumerate(words) if PRONOUNS.get(word) == other)
-            questions.append(Question(kind, len(words) - 5, start, tuple(rivals)))
+            questions.append(StoryQuestion(kind, len(words) - 5, start, tuple(rivals)))
 
     add("fact")
     # Before a last question about a color everyone's has been told.
@@ -210,9 +263,22 @@ def make_batch(
 ) -> tuple[Tensor, Tensor]:
     """Stories to train on, cut to one length.
 
+    Args:
+        n (int): How many.
+        rng (random.Random): The source of all randomness.
+        length (int): How many words each has.
+        people (int, optional): In a story at most this many people have something. Default: 4
+
     Returns:
         Token ids ``(n, length)``, int64, and a boolean tensor ``(n, length)`` that marks the
         positions whose next token is an answer.
+
+    Examples::
+
+        >>> import random
+        >>> tokens, asked = stories.make_batch(8, random.Random(0), length=24)
+        >>> tokens.shape
+        torch.Size([8, 24])
     """
     tokens = torch.empty(n, length, dtype=torch.int64)
     asked = torch.zeros(n, length, dtype=torch.bool)
@@ -227,8 +293,23 @@ def make_batch(
 def held_out_story(rng: random.Random, length: int, kind: str, people: int = PEOPLE) -> Story:
     """A held-out story that ends with a question of a kind.
 
-    The question has a rival; of a color there are those of all other people. The arguments are
-    those of :func:`make_story`.
+    The question has a rival. A question about a color has the colors of all other people as rivals.
+
+    Args:
+        rng (random.Random): The source of all randomness.
+        length (int): The story before the question has at least so many words.
+        kind (str): One of :data:`KINDS`.
+        people (int, optional): How many people have something. Default: 4
+
+    Returns:
+        The story.
+
+    Examples::
+
+        >>> import random
+        >>> story = stories.held_out_story(random.Random(0), 20, "pronoun")
+        >>> story.words[story.questions[-1].cause] in stories.PRONOUNS
+        True
     """
     while True:
         story = make_story(rng, length, held_out=True, people=people, last=kind)
@@ -237,15 +318,22 @@ def held_out_story(rng: random.Random, length: int, kind: str, people: int = PEO
 
 
 @dataclass(frozen=True)
-class Questions:
+class StoryQuestions:
     """Held-out stories of one length, each cut where its last question is asked.
 
-    Attributes:
-        tokens: Token ids, ``(n, length)``; the last token predicts the answer.
-        answers: The answers' ids, ``(n,)``.
-        foils: What the last rival would lead to, ids ``(n,)``.
-        causes: The token that each answer rests on, ``(n,)``.
-        rivals: Marks the tokens that would lead to another answer, ``(n, length)``, boolean.
+    Args:
+        tokens (Tensor): Token ids, ``(n, length)``; the last token predicts the answer.
+        answers (Tensor): The answers' ids, ``(n,)``.
+        foils (Tensor): What the last rival would lead to, ids ``(n,)``.
+        causes (Tensor): The token that each answer rests on, ``(n,)``.
+        rivals (Tensor): Marks the tokens that would lead to another answer, ``(n, length)``,
+            boolean.
+
+    Examples::
+
+        >>> asked = stories.held_out_questions(2, "color")
+        >>> bool((asked.tokens[[0, 1], asked.causes] == asked.answers).all())
+        True
     """
 
     tokens: Tensor
@@ -257,25 +345,37 @@ class Questions:
 
 def held_out_questions(
     n: int, kind: str, seed: int = 0, *, people: int = PEOPLE, length: int | None = None
-) -> Questions:
+) -> StoryQuestions:
     """Questions of one kind, on held-out stories.
 
-    Every question has a rival; of a color there are those of all other people.
+    Every question has a rival. A question about a color has the colors of all other people as
+    rivals.
 
     Args:
-        n: How many.
-        kind: One of :data:`KINDS`.
-        seed: The same seed gives the same questions.
-        people: How many people have something.
-        length: Number of words, the same for all. ``None`` is enough for so many people.
+        n (int): How many.
+        kind (str): One of :data:`KINDS`.
+        seed (int, optional): The same seed gives the same questions. Default: 0
+        people (int, optional): How many people have something. Default: 4
+        length (int, optional): The number of words, the same for all. None is enough for so many
+            people. Default: None
+
+    Returns:
+        The questions, with what each answer rests on.
 
     Raises:
-        ValueError: where sentences do not add up to such a length.
+        ValueError: If sentences do not add up to such a length.
+
+    Examples::
+
+        >>> asked = stories.held_out_questions(3, "animal")
+        >>> asked.tokens.shape, asked.causes.shape
+        (torch.Size([3, 48]), torch.Size([3]))
     """
     length = 12 + 9 * people if length is None else length
     rng = random.Random(seed)
     gives = dict(zip(COLORS, COLORS, strict=True)) | VERBS | PRONOUNS
-    tokens, answers, foils, causes = [], [], [], []
+    tokens: list[list[int]] = []
+    answers, foils, causes = [], [], []
     rivals = torch.zeros(n, length, dtype=torch.bool)
     for _ in range(1000 * n + 1000):
         if len(tokens) == n:
@@ -290,38 +390,10 @@ def held_out_questions(
             causes.append(question.cause)
     else:
         raise ValueError(f"no questions of kind {kind!r} have {length} words, {people} people")
-    columns = (torch.tensor(column) for column in (tokens, answers, foils, causes))
-    return Questions(*columns, rivals)
-
-
-@torch.no_grad()
-def accuracy(
-    model: PreTrainedModel, stories: int, people: int = PEOPLE, seed: int = EVALUATION_SEED
-) -> dict[str, float]:
-    """The share of held-out questions of each kind whose answer the model gives first.
-
-    They are asked after stories of many lengths, so that no habit of one length can pass.
-    """
-    shares = {}
-    for kind in KINDS:
-        rng = random.Random(seed)
-        by_length = defaultdict(list)
-        for _ in range(stories):
-            words = rng.randint(6 * people, 12 * people)
-            story = held_out_story(rng, words, kind, people)
-            end = story.questions[-1].position + 2
-            by_length[end].append(story.ids[:end])
-        right = 0
-        for rows in by_length.values():
-            ids = torch.tensor(rows)
-            logits = model(ids[:, :-1], use_cache=False).logits[:, -1]
-            right += int((logits.argmax(-1) == ids[:, -1]).sum())
-        shares[kind] = right / stories
-    return shares
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words as tokens, as a tokenizer of transformers: ``Anna's`` is ``Anna`` and ``'s``."""
-    from _words import word_tokenizer
-
-    return word_tokenizer(WORDS, UNKNOWN, PADDING)
+    return StoryQuestions(
+        torch.tensor(tokens),
+        torch.tensor(answers),
+        torch.tensor(foils),
+        torch.tensor(causes),
+        rivals,
+    )

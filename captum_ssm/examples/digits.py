@@ -3,7 +3,7 @@
 Each image is one digit, three times its size, somewhere on a 40 x 40 canvas, among pieces of
 other digits and noise, both tinted. What is the object is known to the pixel, so segmentation by
 an explanation can be scored without annotations; the pieces are strokes too, so that looking at
-ink alone does not find the object.
+ink alone does not find the object. The digits come from scikit-learn, which has to be installed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
+
+__all__ = ["CANVAS", "Samples", "compose", "glyphs", "held_out_digits"]
 
 CANVAS = 40
 SCALE = 3
@@ -26,7 +27,19 @@ HELD_OUT = 360
 
 @dataclass(frozen=True)
 class Samples:
-    """Images ``(B, 3, 40, 40)`` about zero, their digits ``(B,)`` and masks ``(B, 40, 40)``."""
+    """Images of digits, and which pixels are the digit.
+
+    Args:
+        images (Tensor): ``(B, 3, 40, 40)``, from -0.5 (empty) to 1.5 (full ink).
+        labels (Tensor): The digits, ``(B,)``.
+        masks (Tensor): Marks the digit's pixels, ``(B, 40, 40)``, boolean.
+
+    Examples::
+
+        >>> samples = digits.held_out_digits(4)
+        >>> len(samples), samples.masks.shape
+        (4, torch.Size([4, 40, 40]))
+    """
 
     images: Tensor
     labels: Tensor
@@ -36,14 +49,39 @@ class Samples:
         return len(self.images)
 
     def batches(self, size: int) -> Iterator[Samples]:
-        """The samples in order, ``size`` at a time."""
+        """The samples in order.
+
+        Args:
+            size (int): How many at a time.
+
+        Yields:
+            Samples.
+        """
         for start in range(0, len(self), size):
             at = slice(start, start + size)
             yield Samples(self.images[at], self.labels[at], self.masks[at])
 
 
-def digits(split: str) -> tuple[Tensor, Tensor]:
-    """The digits ``(n, 8, 8)`` in [0, 1] and labels of a split: ``"train"`` or ``"test"``."""
+def glyphs(split: str) -> tuple[Tensor, Tensor]:
+    """The handwritten digits by themselves.
+
+    Args:
+        split (str): ``"train"`` or ``"test"``.
+
+    Returns:
+        Images ``(n, 8, 8)`` in [0, 1], and the digits ``(n,)``.
+
+    Raises:
+        ModuleNotFoundError: If scikit-learn is not installed.
+
+    Examples::
+
+        >>> images, labels = digits.glyphs("test")
+        >>> images.shape, labels.shape
+        (torch.Size([360, 8, 8]), torch.Size([360]))
+    """
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     order = np.random.default_rng(0).permutation(len(bunch.target))
     chosen = {"train": order[HELD_OUT:], "test": order[:HELD_OUT]}[split]
@@ -54,7 +92,25 @@ def digits(split: str) -> tuple[Tensor, Tensor]:
 def compose(
     glyphs: Tensor, labels: Tensor, generator: torch.Generator, pieces: int = 3, noise: float = 0.05
 ) -> Samples:
-    """Each of ``glyphs (B, 8, 8)`` on a canvas of its own, among pieces of the others."""
+    """Each digit on a canvas, among pieces of the others.
+
+    Args:
+        glyphs (Tensor): Images ``(B, 8, 8)``, such as :func:`glyphs` returns.
+        labels (Tensor): Their digits, ``(B,)``.
+        generator (torch.Generator): The source of all randomness.
+        pieces (int, optional): How many pieces of other digits there are per canvas. Default: 3
+        noise (float, optional): The noise's standard deviation, as a share of full ink.
+            Default: 0.05
+
+    Returns:
+        The samples.
+
+    Examples::
+
+        >>> images, labels = digits.glyphs("test")
+        >>> digits.compose(images[:2], labels[:2], torch.Generator().manual_seed(0)).images.shape
+        torch.Size([2, 3, 40, 40])
+    """
     B = len(glyphs)
     big = _enlarge(glyphs)
     canvas = torch.zeros(B, 3, CANVAS, CANVAS)
@@ -81,10 +137,23 @@ def compose(
     return Samples(canvas * 2 - 0.5, labels, masks)
 
 
-def held_out(limit: int | None = None, seed: int = 1) -> Samples:
-    """The held-out digits, each on one canvas, the same for the same seed."""
-    glyphs, labels = digits("test")
-    samples = compose(glyphs, labels, torch.Generator().manual_seed(seed))
+def held_out_digits(limit: int | None = None, seed: int = 1) -> Samples:
+    """Digits that no model was trained on, each on one canvas.
+
+    Args:
+        limit (int, optional): How many. None is all 360. Default: None
+        seed (int, optional): The same seed gives the same canvases. Default: 1
+
+    Returns:
+        The samples.
+
+    Examples::
+
+        >>> digits.held_out_digits(8).labels.shape
+        torch.Size([8])
+    """
+    images, labels = glyphs("test")
+    samples = compose(images, labels, torch.Generator().manual_seed(seed))
     return samples if limit is None else next(samples.batches(limit))
 
 

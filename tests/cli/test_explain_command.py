@@ -5,14 +5,22 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
+import pages
 import pytest
 import torch
 from commands import COPYING, DIGITS, READ, STORIES, explain
+from families import build
 from folders import ROOT
 from models import tiny, word_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3NextForQuestionAnswering,
+    Qwen3NextForTokenClassification,
+)
 
+import captum_ssm
 from captum_ssm import (
     Explanation,
     LaTIM,
@@ -20,10 +28,23 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
+    examples,
 )
 from captum_ssm.attr import methods
 from captum_ssm.cli import main
 from captum_ssm.cli.explain import DEFAULT_METHOD
+from captum_ssm.cli.terminal import show
+
+
+def test_all_methods(folder, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    given = ("--text", "w3 w4 w5", "--output", str(path))
+    assert explain(*given, "--methods", "all", "latim", model=folder) == 0
+    names = [method.name for method in Explanation.load(path).methods]
+    assert {*methods(), "saliency", "feature-ablation"} <= {*names}
+    capsys.readouterr()
+    assert explain(*given, "--methods", "all", "--start-layer", "1", model=folder) == 1
+    assert "--start-layer was given, and --methods is all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", methods())
@@ -134,13 +155,13 @@ EARLY = {
     "--ids 3,4 --position last": "--position is 'last'; expected an integer, or 'all'",
     "--input no/prompts.txt": "No such file: no/prompts.txt",
     "--image no.png": "No such file: no.png",
-    "--ids 3,4 --against x": "--against is 'x'; expected token ids such as",
     "--ids 3,4 --output a.txt": "expected a name that ends in .html",
     "--ids 3,4 --output no/where/a.html": (
         "--output is no/where/a.html, and there is no folder no/where; create it"
     ),
 }
 LATE = {
+    "--ids 3,4 --against x": "--against is 'x'; expected token ids such as",
     "--ids 3,4 --position 2": "the text has 2 tokens",
     "--ids 3,4 --position 0 --target 1,2": "which has 2 tokens",
     "--text hello": "no tokenizer could be loaded from",
@@ -316,3 +337,132 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     said = capsys.readouterr()
     assert "captum-ssm: warning: the tokenizer reads the prompt as <unk> ball" in said.err
     assert "probability" in said.out
+
+
+def test_a_classifier_by_its_labels(capsys):
+    given = ("--text", examples.sample("reviews-jamba"))
+    assert explain(*given, model="reviews-jamba") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("\n'mixed', probability 0.99") or "'mixed', probability 1.0" in said
+    assert "the 10 largest of 20 tokens" in said
+    assert "not shown" not in said  # the class is not read at one token
+    for target in ("negative", "0"):
+        assert (
+            explain(*given, "--target", target, "--against", "positive", model="reviews-jamba") == 0
+        )
+        assert "'negative', not 'positive'" in capsys.readouterr().out
+    assert (
+        explain(*given, "--labels", "bad", "so", "fine", "--target", "fine", model="reviews-jamba")
+        == 0
+    )
+    assert "'fine', probability 0.0" in capsys.readouterr().out
+    for wrong, message in (
+        (["--target", "postive"], "--target is 'postive'; expected a class 0 .. 2, or its name"),
+        (["--target", "7"], "--target is 7; expected a class 0 .. 2, or its name"),
+        (["--labels", "a"], "--labels holds 1 names; the model has 3 classes"),
+        (["--position", "1"], "--position is 1, and the model has one output for a whole text"),
+    ):
+        assert explain(*given, *wrong, model="reviews-jamba") == 1
+        assert message in capsys.readouterr().err
+
+
+def saved(kind, path) -> str:
+    """A model with another head, and a tokenizer of words."""
+    config = build("qwen3_next").config
+    config.id2label = {0: "O", 1: "PER", 2: "LOC"}
+    torch.manual_seed(0)
+    kind(config).save_pretrained(path)
+    word_tokenizer({f"w{i}": i for i in range(config.vocab_size)}).save_pretrained(path)
+    return str(path)
+
+
+def test_the_labels_of_tokens(tmp_path, capsys):
+    model = saved(Qwen3NextForTokenClassification, tmp_path)
+    assert explain("--text", "w3 w4 w5", "--target", "PER", "--position", "1", model=model) == 0
+    said = capsys.readouterr().out
+    assert "\n'w4' is 'PER', probability 0." in said
+    assert "     1  w4 " in said  # a label is about its own token
+
+
+def test_the_answer_to_a_question_in_a_text(tmp_path, capsys):
+    model = saved(Qwen3NextForQuestionAnswering, tmp_path)
+    given = ("--text", "w7 w8 w9 w10", "--question", "w3 w4")
+    assert explain(*given, "--target", "w8 w9", model=model) == 0
+    said = capsys.readouterr().out
+    assert "'w8 w9', probability" in said
+    assert "start 'w8'" in said
+    assert explain("--ids", "3", "--question", "w3", model=model) == 1
+    assert "--question was given without --text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", examples.names())
+def test_the_examples_by_name(name, capsys):
+    inputs = examples.sample(name)
+    if not isinstance(inputs, str):
+        pytest.skip("its inputs are not texts")
+    assert explain("--text", inputs, model=name) == 0
+    assert "the model predicts" in capsys.readouterr().out
+
+
+def test_an_example_that_there_is_not(capsys):
+    assert explain("--text", "a", model="stories-mamb") == 1
+    assert "No such model: stories-mamb. Did you mean stories-mamba?" in capsys.readouterr().err
+    assert explain("--text", "a", model="series-forecaster") == 1
+    assert "could be loaded from" in capsys.readouterr().err
+
+
+def test_the_image_of_an_example_comes_with_its_normalization(tmp_path, capsys):
+    image = str(examples.folder("digits-vim") / "sample.png")
+    data = tmp_path / "a.json"
+    for given in ([], ["--mean", ".25", "--std", ".5"]):
+        assert explain("--image", image, *given, "--output", str(data), model="digits-vim") == 0
+        assert "'6', probability 0.99" in capsys.readouterr().out
+        assert Explanation.load(data).settings["dtype"] == "float32"
+
+
+def test_the_check_by_removal_says_who_wins(tmp_path, capsys):
+    data = tmp_path / "a.json"
+    text = "Anna has a red ball. Tom has a blue kite. Anna's ball is"
+    given = ("--methods", "mamba-lrp", "integrated_gradients", "--validate")
+    assert explain("--text", text, *given, "--output", str(data), model="stories-mamba") == 0
+    said = capsys.readouterr().out
+    (example,) = Explanation.load(data).examples
+    assert str(example.validation) in said
+    texts = tmp_path / "a.txt"
+    texts.write_text(text)
+    assert explain("--input", str(texts), *given, model="stories-mamba") == 0
+    assert f"({example.validation.winner} wins removal)" in capsys.readouterr().out
+
+
+def test_a_classifier_is_loaded_with_its_own_head(capsys, tmp_path):
+    text = "The plot was not good , but the music was very moving ."
+    saved = tmp_path / "why.json"
+    given = ("--text", text, "--against", "negative", "--output", str(saved))
+    assert explain(*given, model="reviews-jamba") == 0
+    said = capsys.readouterr().out
+    assert "'positive', probability 1.0000; the model predicts 'positive'" in said
+    assert "'positive', not 'negative'" in said
+    model, tokenizer = examples.load("reviews-jamba")
+    expected = captum_ssm.explain(model, tokenizer, text, against="negative")
+    assert (Explanation.load(saved).relevance() == expected.relevance()).all()
+    assert explain("--text", text, "--target", "positiv", model="reviews-jamba") == 1
+    assert "--target is 'positiv'; expected a class 0 .. 2" in capsys.readouterr().err
+
+
+def test_labels_of_tokens_and_places_of_an_answer_on_the_terminal(capsys):
+    def shown(output):
+        found = pages.explanation(output)
+        show(replace(found, methods=found.methods[:1]))
+        return capsys.readouterr().out
+
+    said = shown(pages.tags())
+    assert "'Tom' is 'PERSON', probability 0.9000; the model predicts 'PERSON'" in said
+    assert "not shown" not in said
+    said = shown(pages.places())
+    assert "'a blue kite', probability 0.6000" in said
+    assert "start 'a', probability 0.7000" in said
+    assert "end 'kite', probability 0.8000" in said
+    example = pages.classes()
+    bare = [replace(one, probability=None) for one in example.outputs[0].answers]
+    output = replace(example.outputs[0], answers=tuple(bare))
+    assert "'positive', logit 4;" in shown(replace(example, outputs=(output,)))

@@ -3,7 +3,7 @@
 The digits are scikit-learn's handwritten ones at twice their size on a 48 x 48 canvas, apart from
 each other, among pieces of other digits, tinted and with noise. Every pixel is of one of 11
 classes: the digit whose ink it is, or :data:`BACKGROUND`, which is everything else, pieces too.
-The digits are split as in ``data.py``, so held-out scenes are of digits that were not trained on.
+The digits are split as in :mod:`digits`, so held-out scenes are of digits that were not trained on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from data import digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from captum_ssm.examples.digits import glyphs
+
+__all__ = ["BACKGROUND", "CLASSES", "Scenes", "held_out_scenes", "make_scenes", "scores"]
 
 HELD_OUT_SEED = 20_002
 
@@ -31,10 +34,19 @@ INK = 0.3
 
 @dataclass(frozen=True)
 class Scenes:
-    """Images ``(B, 3, 48, 48)`` about zero and the class of every pixel, ``(B, 48, 48)``.
+    """Images of several digits, and the class of every pixel.
 
-    ``objects (B, 48, 48)`` numbers the digits of a scene 1, 2, 3 where their ink is, and is 0
-    elsewhere, so that two digits of one class can be told apart.
+    Args:
+        images (Tensor): ``(B, 3, 48, 48)``, from -0.5 (empty) to 1.5 (full ink).
+        labels (Tensor): The class of every pixel, an index of :data:`CLASSES`, ``(B, 48, 48)``.
+        objects (Tensor): Numbers the digits of a scene 1, 2, 3 where their ink is, and is 0
+            elsewhere, so that two digits of one class can be told apart, ``(B, 48, 48)``.
+
+    Examples::
+
+        >>> found = scenes.held_out_scenes(2)
+        >>> bool(((found.objects == 0) == (found.labels == scenes.BACKGROUND)).all())
+        True
     """
 
     images: Tensor
@@ -52,14 +64,30 @@ def make_scenes(
     jitter: float = 0.0,
     size: int = CANVAS,
 ) -> Scenes:
-    """Fresh scenes with digits of a split; ``jitter`` turns and scales them by so much at most.
+    """Fresh scenes.
 
-    On a canvas of half the size there is one digit, among fewer pieces.
+    Args:
+        count (int): How many.
+        generator (torch.Generator): The source of all randomness.
+        split (str, optional): The side of the digits' split: ``"train"`` or ``"test"``.
+            Default: "train"
+        jitter (float, optional): Digits are turned (in radians) and scaled by so much at most.
+            Default: 0
+        size (int, optional): The side of the canvas. On a smaller one there is one digit, among
+            fewer pieces. Default: 48
+
+    Returns:
+        The scenes.
+
+    Examples::
+
+        >>> scenes.make_scenes(2, torch.Generator().manual_seed(0)).images.shape
+        torch.Size([2, 3, 48, 48])
     """
-    glyphs, named = _digits(split)
+    shapes, named = _glyphs(split)
     most, pieces = (MOST, PIECES) if size == CANVAS else (1, PIECES // 2)
-    chosen = torch.randint(len(glyphs), (count, most + pieces), generator=generator)
-    ink = _enlarge(glyphs[chosen.flatten()], generator, jitter).unflatten(0, chosen.shape)
+    chosen = torch.randint(len(shapes), (count, most + pieces), generator=generator)
+    ink = _enlarge(shapes[chosen.flatten()], generator, jitter).unflatten(0, chosen.shape)
     tints = 0.6 + 0.4 * torch.rand(count, most + pieces, 3, 1, 1, generator=generator)
     corners = torch.randint(3, 8 * SCALE - PIECE - 2, (count, pieces, 2), generator=generator)
     spots = torch.randint(size - PIECE + 1, (count, pieces, 2), generator=generator)
@@ -86,7 +114,7 @@ def make_scenes(
 
 
 # Reading them takes as long as drawing a batch of scenes.
-_digits = cache(digits)
+_glyphs = cache(glyphs)
 
 
 def _apart(count: int, size: int, generator: torch.Generator) -> list[tuple[int, int]]:
@@ -104,13 +132,25 @@ def _enlarge(glyphs: Tensor, generator: torch.Generator, jitter: float) -> Tenso
     turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).view(-1, 2, 2)
     turn = turn / (1 + torch.stack([height, width], -1))[:, None]
     still = torch.zeros(len(glyphs), 2, 1)
-    shape = (len(glyphs), 1, SIDE, SIDE)
+    shape = [len(glyphs), 1, SIDE, SIDE]
     grid = F.affine_grid(torch.cat([turn, still], -1), shape, align_corners=False)
     return F.grid_sample(glyphs[:, None], grid, align_corners=False)[:, 0]
 
 
 def held_out_scenes(count: int = 200) -> Scenes:
-    """Scenes of held-out digits, the same at every call."""
+    """Scenes of held-out digits, the same at every call.
+
+    Args:
+        count (int, optional): How many. Default: 200
+
+    Returns:
+        The scenes.
+
+    Examples::
+
+        >>> len(scenes.held_out_scenes(3))
+        3
+    """
     return make_scenes(count, torch.Generator().manual_seed(HELD_OUT_SEED), "test")
 
 
@@ -118,7 +158,20 @@ def held_out_scenes(count: int = 200) -> Scenes:
 def scores(model: nn.Module, scenes: Scenes) -> dict[str, float]:
     """Intersection over union of each class over all pixels, averaged over the 11 classes.
 
-    ``digits`` is the share of digits most of whose ink is given the right class.
+    Args:
+        model (nn.Module): Images ``(B, 3, 48, 48)`` to logits ``(B, 11, 48, 48)``.
+        scenes (Scenes): What it is asked.
+
+    Returns:
+        ``miou``, the mean over the classes; ``lowest_iou``, the smallest of them; ``digits``, the
+        share of digits most of whose ink is given the right class.
+
+    Examples::
+
+        >>> asked = scenes.held_out_scenes(20)
+        >>> right = lambda images: nn.functional.one_hot(asked.labels).permute(0, 3, 1, 2)
+        >>> scenes.scores(right, asked)["digits"]
+        1.0
     """
     found = torch.cat([model(images).argmax(1) for images in scenes.images.split(50)])
     pairs = scenes.labels.flatten() * len(CLASSES) + found.flatten()

@@ -10,21 +10,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.resources import files
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+__all__ = ["PLACEHOLDER", "TypeSeg", "ids_of", "selective_scan"]
+
 # Bytes of other characters than ASCII's visible ones are all one token, also used for removal.
 PLACEHOLDER = 128
 
 
-class Weights:
+Filled = TypeVar("Filled", bound=nn.Module)
+
+
+class TypeSegWeights:
     """The package's arrays, by the names they were trained under."""
 
     def __init__(self) -> None:
-        stored = np.load(files("typeseg") / "data" / "mamba_al.npz")
+        stored = np.load(str(files("typeseg") / "data" / "mamba_al.npz"))
         self.arrays = {name: torch.from_numpy(stored[name]).float() for name in stored.files}
 
     def __call__(self, *path: str) -> Tensor:
@@ -44,13 +50,32 @@ class Weights:
         return _filled(nn.Conv1d(D, D, K, groups=D), kernel.permute(2, 1, 0), bias)
 
 
-def _filled(module: nn.Module, weight: Tensor, bias: Tensor) -> nn.Module:
+def _filled(module: Filled, weight: Tensor, bias: Tensor) -> Filled:
     module.load_state_dict({"weight": weight, "bias": bias})
     return module
 
 
 def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """x and dt ``(B, L, D)``, A ``(D, N)``, B and C ``(B, L, N)``, D ``(D,)``."""
+    """The scan of a Mamba, step by step.
+
+    Args:
+        x (Tensor): Its input, ``(B, L, D)``.
+        dt (Tensor): The step sizes, ``(B, L, D)``.
+        A (Tensor): ``(D, N)``.
+        B (Tensor): ``(B, L, N)``.
+        C (Tensor): ``(B, L, N)``.
+        D (Tensor): The skip, ``(D,)``.
+
+    Returns:
+        ``(B, L, D)``.
+
+    Examples::
+
+        >>> ones = torch.ones(1, 3, 2)
+        >>> zeros = torch.zeros(2, 2)
+        >>> typeseg.selective_scan(ones, ones, zeros, ones, ones, zeros[0])[0, :, 0]
+        tensor([2., 4., 6.])
+    """
     state, read = x.new_zeros(*x[:, 0].shape, A.shape[1]), []
     for t in range(x.shape[1]):
         state = (dt[:, t, :, None] * A).exp() * state
@@ -59,10 +84,10 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     return torch.stack(read, 1) + D * x
 
 
-class Mixer(nn.Module):
+class TypeSegMixer(nn.Module):
     """One Mamba that reads in both directions, with the same coefficients."""
 
-    def __init__(self, weights: Weights, block: str, scan: Callable[..., Tensor]) -> None:
+    def __init__(self, weights: TypeSegWeights, block: str, scan: Callable[..., Tensor]) -> None:
         super().__init__()
         self.scan = scan
         self.in_proj, self.x_proj, self.dt_proj, self.out_proj = (
@@ -89,16 +114,26 @@ class TypeSeg(nn.Module):
     """Token ids ``(B, L)`` to logits ``(B, L, 35)``; ``labels`` names the 35.
 
     Args:
-        scan (Callable, optional): computes what :func:`selective_scan` does.
+        scan (Callable, optional): What computes the scan, with the arguments of
+            :func:`selective_scan`. Default: :func:`selective_scan`
+
+    Raises:
+        ModuleNotFoundError: If typeseg is not installed.
+
+    Examples::
+
+        >>> model = typeseg.TypeSeg().eval()  # doctest: +SKIP
+        >>> model(typeseg.ids_of("SELECT 1")).shape  # doctest: +SKIP
+        torch.Size([1, 8, 35])
     """
 
     def __init__(self, scan: Callable[..., Tensor] = selective_scan) -> None:
         super().__init__()
-        weights = Weights()
+        weights = TypeSegWeights()
         self.embedding = nn.Embedding.from_pretrained(weights("Embed_0", "embedding"))
         blocks = [f"CheckpointMambaBlock1D_{i}" for i in range(6)]
         self.norms = nn.ModuleList(weights.norm(block, "LayerNorm_0") for block in blocks)
-        self.mixers = nn.ModuleList(Mixer(weights, block, scan) for block in blocks)
+        self.mixers = nn.ModuleList(TypeSegMixer(weights, block, scan) for block in blocks)
         self.norm_f = weights.norm("LayerNorm_0")
         self.head = weights.linear("Dense_0")
         self.labels = json.loads((files("typeseg") / "data" / "manifest.json").read_text())[
@@ -106,9 +141,22 @@ class TypeSeg(nn.Module):
         ]
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding, where transformers' models have it.
+
+        Returns:
+            The module.
+        """
         return self.embedding
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``(B, L, 35)`` of token ids ``(B, L)``.
+
+        Args:
+            ids (Tensor): ``(B, L)``.
+
+        Returns:
+            ``(B, L, 35)``.
+        """
         hidden = self.embedding(ids)
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             hidden = hidden + mixer(norm(hidden))
@@ -116,5 +164,17 @@ class TypeSeg(nn.Module):
 
 
 def ids_of(text: str) -> Tensor:
-    """The token ids of an ASCII text, ``(1, L)``."""
+    """The token ids of an ASCII text.
+
+    Args:
+        text (str): The text.
+
+    Returns:
+        The ids, ``(1, L)``.
+
+    Examples::
+
+        >>> typeseg.ids_of("ab")
+        tensor([[97, 98]])
+    """
     return torch.tensor([list(text.encode("ascii"))])

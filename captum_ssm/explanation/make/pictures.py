@@ -1,0 +1,147 @@
+"""Pictures as people have them, as pixels: from files, from PIL, and arrays of bytes."""
+
+from __future__ import annotations
+
+import inspect
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.errors import InputError
+
+# What a processor returns is channels first.
+PROCESSED = {
+    4: (("image", "bchw->bchw"),),
+    5: (("video", "bcthw->bcthw"), ("video", "btchw->bcthw")),
+}
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def is_picture(inputs: Any) -> bool:
+    """Whether inputs are a picture for people: a path, a PIL image, or an array of bytes."""
+    if isinstance(inputs, (str, PathLike)) or _is_pil(inputs):
+        return True
+    return inputs.dtype in (np.uint8, torch.uint8) if hasattr(inputs, "dtype") else False
+
+
+def is_path(inputs: Any) -> bool:
+    """Whether a text is the path of an image, by its ending."""
+    return isinstance(inputs, PathLike) or (
+        isinstance(inputs, str) and inputs.lower().endswith(ENDINGS)
+    )
+
+
+def file_name(inputs: Any) -> str:
+    """The name of a file; ``""`` for what is not one."""
+    return Path(inputs).name if isinstance(inputs, (str, PathLike)) else ""
+
+
+def pictures(inputs: Any) -> tuple[str, list[Tensor]]:
+    """The name of a picture's file, or ``""``, and its bytes: in color, and gray if it is gray.
+
+    Raises:
+        InputError: for a file that is not an image.
+    """
+    image = _opened(inputs)
+    return file_name(inputs), [torch.as_tensor(one).float() for one in _forms(image)]
+
+
+def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]]:
+    """What a processor makes of pictures: one of transformers', or a function of one picture.
+
+    Raises:
+        TypeError: where it returns no pixels.
+    """
+    is_list = isinstance(inputs, (list, tuple))
+    opened = [_opened(one) for one in (inputs if is_list else [inputs])]
+    if _is_of_transformers(processor):
+        found = _of_images(processor)(opened if is_list else opened[0], return_tensors="pt")
+        pixels = found.get("pixel_values", found.get("pixel_values_videos"))
+    else:
+        made = [processor(one) for one in opened]
+        are_pixels = all(torch.is_tensor(one) and one.dim() > 2 for one in made)
+        pixels = torch.cat([_batch(one) for one in made]) if are_pixels else None
+    if not torch.is_tensor(pixels):
+        raise TypeError(
+            f"processor is a {type(processor).__name__}, which returns no pixels; expected an "
+            "image processor of transformers, or a function from a picture to a tensor (C, H, W)."
+        )
+    return [pixels], PROCESSED
+
+
+def norms(processor: Any, mean: Any, std: Any) -> tuple[Any, Any]:
+    """How a processor, if there is one, normalizes pixels where nothing else was given."""
+    of_images = _of_images(processor)
+    mean = getattr(of_images, "image_mean", None) if mean is None else mean
+    return mean, getattr(of_images, "image_std", None) if std is None else std
+
+
+def normalized(pixels: Tensor, mean: Any, std: Any, axis: int) -> Tensor:
+    """Pixels minus the mean of their channel, over its standard deviation.
+
+    Raises:
+        InputError: for another number of them than there are channels.
+    """
+    count = pixels.shape[axis]
+    shape = [count if k == axis else 1 for k in range(pixels.dim())]
+    found = []
+    for name, values in (("mean", mean), ("std", std)):
+        one = torch.as_tensor(values, dtype=pixels.dtype).flatten()
+        if len(one) not in (1, count):
+            raise InputError(
+                f"{name} holds {len(one)} numbers, and the picture has {count} channel(s); "
+                "expected one number per channel."
+            )
+        found.append(one.expand(count).view(shape))
+    return (pixels - found[0]) / found[1]
+
+
+def _batch(pixels: Tensor) -> Tensor:
+    # What a function makes of one picture may be a batch of one already.
+    return pixels if pixels.dim() > 3 and len(pixels) == 1 else pixels[None]
+
+
+def _is_of_transformers(processor: Any) -> bool:
+    # A processor of transformers takes return_tensors; a function or a module takes a picture.
+    if hasattr(_of_images(processor), "preprocess"):
+        return True
+    if isinstance(processor, nn.Module):
+        return False
+    return "return_tensors" in inspect.signature(processor).parameters
+
+
+def _of_images(processor: Any) -> Any:
+    return getattr(processor, "image_processor", processor)
+
+
+def _is_pil(inputs: Any) -> bool:
+    return hasattr(inputs, "convert") and hasattr(inputs, "getbands")
+
+
+def _opened(inputs: Any) -> Any:
+    if not isinstance(inputs, (str, PathLike)):
+        return inputs
+    path = Path(inputs)
+    if not path.is_file():
+        raise InputError(f"there is no file {str(path)!r}; expected the path of an image.")
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except UnidentifiedImageError as error:
+        raise InputError(f"{str(path)!r} is not an image that PIL can open: {error}.") from error
+
+
+def _forms(image: Any) -> list[Any]:
+    # A gray picture may also be what a model of color takes.
+    if not _is_pil(image):
+        return [image]
+    color = np.array(image.convert("RGB"))
+    is_gray = image.mode in ("1", "L", "LA", "I", "F", "I;16")
+    return [np.array(image.convert("L")), color] if is_gray else [color]
