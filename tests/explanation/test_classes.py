@@ -8,6 +8,7 @@ import pandas
 import pytest
 import torch
 from models import VOCABULARY, Classifier, tiny, word_tokenizer
+from PIL import Image
 from torch import nn
 from transformers import (
     BertTokenizerFast,
@@ -496,8 +497,8 @@ def test_a_pipeline_of_images():
             self.model, self.tokenizer, self.image_processor = vim(), None, self.prepare
 
         def prepare(self, image, return_tensors):
-            return {"pixel_values": torch.full((1, 3, 16, 16), float(image))}
+            return {"pixel_values": torch.full((1, 3, 16, 16), image.getpixel((0, 0))[0] / 100)}
 
-    found = explain(Seeing(), {"pixel_values": torch.full((1, 3, 16, 16), 0.5)}, target=1)
+    found = explain(Seeing(), Image.new("RGB", (20, 20), (50, 0, 0)), target=1)
     expected = explain(vim(), torch.full((3, 16, 16), 0.5), target=1)
     assert np.array_equal(found.relevance(), expected.relevance())

@@ -139,7 +139,7 @@ def test_an_installed_copy(tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == str(site / "captum_ssm" / "__init__.py")

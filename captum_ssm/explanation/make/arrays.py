@@ -102,8 +102,7 @@ def given(
 
     Args:
         model (nn.Module): decides what it takes.
-        inputs (Any): an array, a tensor, a pandas table, a picture or its path; or several; or
-            what a processor returned, with ``"pixel_values"``.
+        inputs (Any): an array, a tensor, a pandas table, a picture or its path; or several.
         processor (Callable, optional): makes what the model takes of pictures.
         mean, std (sequence of float, optional): for pictures without a processor.
 
@@ -111,13 +110,12 @@ def given(
         InputError: where the model takes none of the readings; it has the model's own reason.
         TypeError: for what is neither of these.
     """
-    if isinstance(inputs, Mapping):  # what a processor returned
-        trial = _chosen(model, [torch.as_tensor(inputs["pixel_values"])], FLOATS)
-        return _of_pixels(trial, *norms(processor, mean, std))
-    if processor is not None:
+    mean, std = norms(processor, mean, std)
+    is_ready = torch.is_tensor(inputs) and inputs.is_floating_point()
+    if processor is not None and not is_ready:
         inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
         forms, readings = processed(inputs, processor)
-        found = _of_pixels(_chosen(model, forms, readings), *norms(processor, mean, std))
+        found = _of_pixels(_chosen(model, forms, readings), mean, std)
         names = tuple(map(file_name, inputs if isinstance(inputs, list) else [inputs]))
         return replace(found, names=names) if all(names) else found
     several = _several(inputs)

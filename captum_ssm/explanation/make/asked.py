@@ -10,7 +10,7 @@ from captum_ssm.explanation.make.classes import ClassQuestion, LabelQuestion
 from captum_ssm.explanation.make.inputs import Text, numbered, read_texts
 from captum_ssm.explanation.make.kinds import Kind, task_of
 from captum_ssm.explanation.make.places import PlacesQuestion
-from captum_ssm.explanation.make.questions import Setup, TextOptions, per_example
+from captum_ssm.explanation.make.questions import Setup, TextSetup, per_example
 from captum_ssm.explanation.make.texts import TextQuestion
 
 
@@ -30,7 +30,7 @@ QUESTIONS: dict[Kind, Any] = {
 
 
 def text_questions(
-    setup: Setup, texts: Sequence[Text], target: Any, against: Any, labels: Any, asked: TextOptions
+    setup: Setup, texts: Sequence[Text], target: Any, against: Any, labels: Any, asked: TextSetup
 ) -> Sequence[Answerable]:
     """What is asked about each text, all of it checked before anything is computed.
 
@@ -39,7 +39,7 @@ def text_questions(
         texts (sequence): as people typed them.
         target, against (Any): one for all texts, or a list with one for each.
         labels (sequence or dict of str, optional): names of classes.
-        asked (TextOptions): what is the same for all texts.
+        asked (TextSetup): what is the same for all texts.
 
     Raises:
         ValueError, TypeError: as for ``explain``; of several texts they say which.

@@ -14,7 +14,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.labels import class_of
-from captum_ssm.explanation.make.questions import Questions, Setup, TextOptions
+from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import TokenizedText, positions_in
 from captum_ssm.explanation.parts import LABEL
 
@@ -31,7 +31,7 @@ class ClassQuestion:
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: object, against: object, asked: TextOptions
+        cls, task: Task, text: TokenizedText, target: object, against: object, asked: TextSetup
     ) -> ClassQuestion:
         """The question, checked: a ``position`` has no meaning here.
 
@@ -75,7 +75,7 @@ class LabelQuestion:
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: object, against: object, asked: TextOptions
+        cls, task: Task, text: TokenizedText, target: object, against: object, asked: TextSetup
     ) -> LabelQuestion:
         """The question, checked: without a position all tokens of the text are asked about.
 

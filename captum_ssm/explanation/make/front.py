@@ -20,7 +20,7 @@ from captum_ssm.explanation.make.images import image_questions
 from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import Setup, TextOptions
+from captum_ssm.explanation.make.questions import Setup, TextSetup
 from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.series import series_questions
 from captum_ssm.explanation.parts import SPAN
@@ -86,7 +86,7 @@ def explain(
             path, or a video ``(C, T, H, W)``; or a list of these. Floats ``(C, H, W)`` or
             ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
             bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
-            images are as that takes them. Default: None
+            all but tensors of floats are as that takes them. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
             explained, one output per token; of an image, a text or a token a class or its label; of
             a text that answers a question a part of it; of a forecast an index such as
@@ -176,7 +176,7 @@ def explain(
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
     else:
-        about = TextOptions(tokenizer, position, spans)
+        about = TextSetup(tokenizer, position, spans)
         questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
         examples = tuple(_answered(setup, questions))

@@ -65,7 +65,8 @@ def parse_inputs(
         raise TypeError(
             "inputs is a text, and there is no tokenizer; expected explain(model, tokenizer, text)."
         )
-    return tokenizer, texts, inputs
+    is_image = texts is None and isinstance(inputs, Mapping)
+    return tokenizer, texts, inputs.get("pixel_values") if is_image else inputs
 
 
 def is_tokenizer(value: Any) -> bool:

@@ -74,7 +74,7 @@ def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]
 
 
 def norms(processor: Any, mean: Any, std: Any) -> tuple[Any, Any]:
-    """How a processor normalizes pixels, where nothing else was given."""
+    """How a processor, if there is one, normalizes pixels where nothing else was given."""
     of_images = _of_images(processor)
     mean = getattr(of_images, "image_mean", None) if mean is None else mean
     return mean, getattr(of_images, "image_std", None) if std is None else std

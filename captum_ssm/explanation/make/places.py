@@ -15,7 +15,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.classes import questions_of
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.questions import Choices, Questions, Setup, TextOptions
+from captum_ssm.explanation.make.questions import Choices, Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
@@ -39,7 +39,7 @@ class PlacesQuestion:
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextOptions
+        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextSetup
     ) -> PlacesQuestion:
         """The question, checked.
 

@@ -54,7 +54,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class TextOptions:
+class TextSetup:
     """What is the same for all texts: ``position``, and named parts of a text, as given."""
 
     tokenizer: Any

@@ -17,7 +17,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.lens import Lens
-from captum_ssm.explanation.make.questions import Questions, Setup, TextOptions
+from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import (
     TokenizedText,
     answer_text,
@@ -44,7 +44,7 @@ class TextQuestion:
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextOptions
+        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextSetup
     ) -> TextQuestion:
         """The question, checked: targets are continuations of the text.
 

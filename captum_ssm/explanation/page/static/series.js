@@ -104,8 +104,11 @@ export class SeriesPanel {
     context.font = `12px ${colors.ui}`;
     this.ranges = example.series.map((values) => values.reduce(([low, high], value) =>
       [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]));
-    const names = example.features.map((name) => context.measureText(visible(name)).width);
-    const least = this.lane >= WITH_RANGE ? 84 : 40;
+    this.hasRanges = this.lane >= WITH_RANGE && !isTable;
+    const widths = (texts) => texts.map((text) => context.measureText(text).width);
+    const names = widths(example.features.map(visible));
+    context.font = `10.5px ${colors.ui}`;
+    const least = this.hasRanges ? Math.max(...widths(this.ranges.map(rangeText))) + 14 : 40;
     this.left = clamp(Math.max(...names) + 14, least, Math.max(least, Math.min(0.3 * room, 200)));
     const rest = room - this.left;
     const totals = room < NARROW ? NUMBER : 2 * NUMBER;
@@ -115,18 +118,17 @@ export class SeriesPanel {
   }
 
   #drawName(context, feature, top) {
-    const { example, left, lane, page: { colors }, ranges: { [feature]: [low, high] } } = this;
-    const hasRange = lane >= WITH_RANGE && !example.isTable;
+    const { example, left, lane, hasRanges, page: { colors }, ranges: { [feature]: ends } } = this;
     const middle = top + lane / 2;
     context.textAlign = "right";
     context.font = `12px ${colors.ui}`;
     context.fillStyle = colors.ink;
     const name = withoutMiddle(context, visible(example.features[feature]), left - 12);
-    context.fillText(name, left - 10, middle - (hasRange ? 8 : 0));
-    if (!hasRange) return;
+    context.fillText(name, left - 10, middle - (hasRanges ? 8 : 0));
+    if (!hasRanges) return;
     context.font = `10.5px ${colors.ui}`;
     context.fillStyle = colors.soft;
-    context.fillText(`${plain(low)} to ${plain(high)}`, left - 10, middle + 8);
+    context.fillText(rangeText(ends), left - 10, middle + 8);
   }
 
   #drawLane(context, feature, top) {
@@ -305,6 +307,8 @@ export class SeriesPanel {
     event.stopPropagation();
   }
 }
+
+const rangeText = ([low, high]) => `${plain(low)} to ${plain(high)}`;
 
 // A name with its middle left out, since names often differ at their end.
 function withoutMiddle(context, text, most) {

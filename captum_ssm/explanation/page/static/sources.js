@@ -94,10 +94,12 @@ function surroundings(example, unit, part) {
     element("bdi", { class: "after" }, near(end, end + AFTER).slice(0, AFTER)));
 }
 
+// A long name is cut before the step or the value.
 function place(example, unit, part) {
+  const [, name, end] = /^(.*?)((?:, step \d+| = [^=]*)?)$/s.exec(example.placeName(unit, part));
   return element("span", { class: "what place" },
     example.isImage && element("canvas", { class: "crop" }),
-    element("span", {}, example.placeName(unit, part)));
+    element("span", {}, name), end && element("span", { class: "end" }, end));
 }
 
 function bar(share, colors) {
