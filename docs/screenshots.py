@@ -44,6 +44,7 @@ PICTURES = {
     "page_long": ("long", "t=0", (1240, 900), None),
     "page_image": ("digits", "view=all", (1240, 1120), None),
     "page_series": ("forecast", "", (1240, 900), None),
+    "page_chat": ("chat", "template=0&own=1", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
@@ -91,6 +92,21 @@ def copying(word: str = "qwertyuiopasdfghjklz") -> Explanation:
     )  # fmt: skip
 
 
+def chat() -> Explanation:
+    model, tokenizer = examples.load("chat-mamba")
+    facts = "Anna has a red ball. Tom has a blue kite."
+    messages = [
+        {"role": "system", "content": "Answer with one word."},
+        {"role": "user", "content": f"{facts} Who has a kite?"},
+        {"role": "assistant", "content": "Tom."},
+        {"role": "user", "content": "What color is Anna's ball?"},
+    ]
+    return explain(
+        model, tokenizer, messages=messages, max_new_tokens=5, title="A chat", methods=METHODS,
+        alternatives=2,
+    )  # fmt: skip
+
+
 def digits() -> Explanation:
     model, _ = examples.load("digits-vim")
     images, labels = glyphs("test")
@@ -123,7 +139,7 @@ def main() -> None:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         shown = {PICTURES[picture][0] for picture in args.pictures}
-        for make in (why, stories, contrast, long, copying, digits, forecast):
+        for make in (why, stories, contrast, long, copying, chat, digits, forecast):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)
@@ -131,7 +147,7 @@ def main() -> None:
             name, state, (width, height), token = PICTURES[picture]
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
-            tab.locator(".part, .picture, .series").first.wait_for()
+            tab.locator(".part:not(.gone), .picture, .series").first.wait_for()
             tab.wait_for_timeout(500)
             if token is not None:
                 tab.locator(f"[id$='-{token}']").first.hover()

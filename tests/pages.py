@@ -260,6 +260,29 @@ def everywhere() -> Example:
     return replace(one, outputs=(*first, *one.outputs))
 
 
+TURNS = (
+    ("template", "<system>"),
+    ("system 1", " Answer with one word."),
+    ("template", " <end> <user>"),
+    ("user 1", " Anna has a red ball. Tom has a blue kite. Who has a kite?"),
+    ("template", " <end> <assistant>"),
+    ("assistant 1", " Tom."),
+    ("template", " <end> <user>"),
+    ("user 2", " What color is Anna's ball?"),
+    ("template", " <end> <assistant>"),
+)
+
+
+def chat() -> Example:
+    """A conversation, whose answer is the assistant's second turn."""
+    one = story("".join(text for _, text in TURNS), " red.", name="What color is Anna's ball?")
+    turns, first = [], 0
+    for name, text in (*TURNS, ("assistant 2", " red.")):
+        turns.append(Span(name, first, first + len(tokens(text))))
+        first = turns[-1].end
+    return replace(one, units={**one.units, "turn": tuple(turns)}, maps=one.maps[:1])
+
+
 HOSTILE = (
     "</script><img src=x onerror=\"document.title='owned'\">",
     "<!--<script>",

@@ -309,7 +309,7 @@ class FrozenModel:
     def row_index(
         self, rows: int | Sequence[int] | Tensor, shape: tuple[int, int] | None = None
     ) -> Tensor:
-        """TextSetup rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start.
+        """Asked rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start.
 
         ``shape`` is that of a layer; None for the model's.
         """

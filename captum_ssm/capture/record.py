@@ -23,7 +23,7 @@ from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import find_points, instrumented, traced, without_compiler
 from captum_ssm.capture.substitute import FrozenStandIns
-from captum_ssm.capture.visits import Visits, check_embedded, is_table
+from captum_ssm.capture.visits import Visits, is_table
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import bound_arguments
 from captum_ssm.utils.checkpoints import without_checkpoints
@@ -122,13 +122,8 @@ def _record_once(
         instrumented(request) as (of_copies, copies),
         ExitStack() as stack,
     ):
-        ids = {k: one for k, one in enumerate(request.inputs) if not one.is_floating_point()}
-        picks = also
-        if cuts is not None and ids:
-
-            def picks(module: nn.Module) -> bool:
-                return is_table(module) or bool(also and also(module))
-
+        has_tables = cuts is not None and any(not x.is_floating_point() for x in request.inputs)
+        picks = _with_tables(also) if has_tables else also
         mixers, others = find_points(copies.root, picks)
         bar = stack.enter_context(Bar("mixers", len(mixers)))
         if substitute is not None:
@@ -136,41 +131,29 @@ def _record_once(
             stack.enter_context(substitute.around(copies.root))
         if cuts is not None and not gradients:
             _differentiable(copies.root)
-        visits = Visits(request, of_copies.module, mixers, substitute, cuts, bar, whole=whole)
-        visits.gradients, visits.ids = gradients, ids
-        inputs = list(request.inputs)
-        for k, one in enumerate(inputs):
-            if cuts is not None and k not in ids:
-                inputs[k] = cuts.begin(k, one, embedded=request.is_embedded(k))
-        run = partial(of_copies.run, tuple(inputs))
-        points = {**mixers, **others}
+        visits = Visits(
+            request,
+            of_copies.module,
+            mixers,
+            substitute,
+            cuts,
+            bar,
+            gradients=gradients,
+            whole=whole,
+        )
+        run, points = partial(of_copies.run, visits.inputs()), {**mixers, **others}
         output, found, root_visits = traced(
             points, request.model, copies, run, visits.enter, visits.leave
         )
-        if cuts is not None:
-            for k, one in ids.items():
-                known = cuts.embedded.get(k)
-                check_embedded(visits.embedded, one, known, len(inputs) == 1)
+        visits.check_embedded()
         calls, other = split_calls(request.model, visits.calls(found, points))
         other = [call for call in other if also is not None and also(call.module)]
         arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}
         recording = Recording(request, output, calls, other, arguments, edges=visits.edges)
         if score is not None:
-            ports = () if cuts is None or whole else tuple(cuts.ports)
-            recording = replace(recording, score=score(recording), ports=ports)
-            if cuts is not None and not (whole or cuts.are_read_by(recording.score)):
-                raise no_graph()
+            recording = _with_score(recording, score, cuts)
         if cuts is not None:
-            logits = extract_logits(output)
-            if cuts.is_connected(logits):
-                wiring = measure(
-                    cuts,
-                    logits,
-                    request.batch,
-                    score=recording.entry,
-                    in_grid=recording.grid(request.module) is not None,
-                )
-                recording = replace(recording, wiring=wiring)
+            recording = _with_wiring(recording, cuts)
         tables = [
             (points[module], original(module), next(tensors_in(given)))
             for module, given, _ in found
@@ -178,6 +161,31 @@ def _record_once(
         ]
     warn_of_derived(request, tables)
     return recording if gradients else detached(recording)
+
+
+def _with_tables(also: Callable[[nn.Module], bool] | None) -> Callable[[nn.Module], bool]:
+    return lambda module: is_table(module) or bool(also and also(module))
+
+
+def _with_score(
+    recording: Recording, score: Callable[[Recording], Tensor], cuts: RunCuts | None
+) -> Recording:
+    recording = replace(recording, score=score(recording))
+    if cuts is None or cuts.whole:
+        return recording
+    if not cuts.are_read_by(recording.score):
+        raise no_graph()
+    return replace(recording, ports=tuple(cuts.ports))
+
+
+def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
+    # As it is where autograd did not see what lies between the mixers.
+    logits, request = extract_logits(recording.output), recording.request
+    if not cuts.is_connected(logits):
+        return recording
+    in_grid = recording.grid(request.module) is not None
+    wiring = measure(cuts, logits, request.batch, score=recording.entry, in_grid=in_grid)
+    return replace(recording, wiring=wiring)
 
 
 class _GradientsStayOn(TorchFunctionMode):

@@ -32,8 +32,6 @@ class Visits:
     Modules are copies of the user's.
     """
 
-    gradients = False
-
     def __init__(
         self,
         request: Request,
@@ -43,11 +41,13 @@ class Visits:
         cuts: RunCuts | None,
         bar: Bar,
         *,
+        gradients: bool,
         whole: bool,
     ) -> None:
         self.request, self.mixers, self.bar = request, mixers, bar
-        self.substitute, self.cuts, self.whole = substitute, cuts, whole
-        self.ids: Mapping[int, Tensor] = {}
+        self.substitute, self.cuts = substitute, cuts
+        self.gradients, self.whole = gradients, whole
+        self.ids = {k: x for k, x in enumerate(request.inputs) if not x.is_floating_point()}
         self.embedded: list[Tensor] = []  # the ids that the table was given
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
         self.inner = InnerResults()
@@ -64,6 +64,16 @@ class Visits:
                 run_in(substitute.running, module)
             if substitute is None or substitute.keeps_mixers:
                 run_in(keep, module)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs that the model is to be given: values are where its graph begins."""
+        inputs, cuts = self.request.inputs, self.cuts
+        if cuts is None:
+            return tuple(inputs)
+        return tuple(
+            x if k in self.ids else cuts.begin(k, x, embedded=self.request.is_embedded(k))
+            for k, x in enumerate(inputs)
+        )
 
     def enter(self, module: nn.Module, inputs: Any) -> Any:
         """What a module is to be given, in place of ``inputs``."""
@@ -112,6 +122,13 @@ class Visits:
             )
         return calls
 
+    def check_embedded(self) -> None:
+        """Raise where the model does not embed the ids of an input as they were given."""
+        if self.cuts is not None:
+            is_alone = len(self.request.inputs) == 1
+            for k, ids in self.ids.items():
+                _check_embedded(self.embedded, ids, self.cuts.embedded.get(k), is_alone)
+
     def _call(self, module: nn.Module, inputs: Any, value: Any) -> MixerCall:
         channels = channels_of(module)
         if self.channels_first and module not in self.mixers and _has_channels_first(module, value):
@@ -150,8 +167,7 @@ class Visits:
         return value
 
 
-def check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool) -> None:
-    """Raise where the model does not embed the ids of an input as they were given."""
+def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool) -> None:
     # Known is, for each id, whether a table was given it. Of several inputs all have to be found,
     # as nothing else tells whose the tokens are.
     if known is None and not is_alone:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from captum_ssm.cli.arguments import check_file, check_output, numbers, write
-from captum_ssm.cli.inputs import read_texts
+from captum_ssm.cli.inputs import read_messages, read_texts
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
@@ -24,7 +24,7 @@ from captum_ssm.cli.loading import (
     load_tokenizer,
     quiet,
 )
-from captum_ssm.cli.options import add_options, method_named, options_of
+from captum_ssm.cli.options import add_options, flag, method_named, options_of
 from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
@@ -37,13 +37,16 @@ DEFAULT_METHOD = "mamba-lrp"
 DATA = (".html", ".json")
 TABLE = (".csv",)
 # Arguments of explain whose messages name them.
-NAMED = ("text", "target", "against", "position", "units", "labels", "maps", "alternatives")
+NAMED = (
+    *("text", "messages", "target", "against", "max_new_tokens", "position"),
+    *("units", "labels", "maps", "alternatives"),
+)
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    inputs = "--text TEXT | --ids IDS | --input FILE | --image FILE"
+    inputs = "--text TEXT | --ids IDS | --input FILE | --messages FILE | --image FILE"
     parser.usage = f"{parser.prog} MODEL ({inputs}) [options]"
     _add_inputs(parser)
     _add_answers(parser)
@@ -66,6 +69,13 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="A file with one text per line, or a .csv with a column named text and, where each "
         "text has its own, target and against.",
+    )
+    inputs.add_argument(
+        "--messages",
+        type=Path,
+        metavar="FILE",
+        help="A conversation for a chat model, as JSON: a list of messages with a role and a "
+        "content, or several such lists.",
     )
     inputs.add_argument(
         "--image", type=Path, metavar="FILE", help="A picture, for a model that reads images."
@@ -96,6 +106,12 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "for a classifier a class or its label. Default: what the model predicts",
     )
     targets.add_argument("--target-ids", help="The target's token ids, such as '3,1,4'.")
+    targets.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="Let the model write up to N tokens, and explain each.",
+    )
     parser.add_argument(
         "--against",
         help="Another continuation, class or label: the command also explains the difference "
@@ -183,7 +199,7 @@ def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
     # The arguments of explain have the flags' names, and several inputs are lines of a file.
     which = re.match(r"inputs\[(\d+)\] of \d+: ", message)
     told = message.removeprefix(which[0]) if which else message
-    told = re.sub(rf"^({'|'.join(NAMED)})\b", r"--\1", told)
+    told = re.sub(rf"^({'|'.join(NAMED)})\b", lambda name: flag(name[0]), told)
     told = told.replace("target= also takes", "--target-ids takes")
     return f"{path}, line {lines[int(which[1])]}: {told}" if which and lines else told
 
@@ -205,7 +221,7 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     check_output(args.output, endings if args.input is not None else (*endings, *PICTURES))
     if args.output is not None and args.output.suffix in TABLE and find_spec("pandas") is None:
         raise ImportError("--output is a .csv, which needs pandas: pip install pandas")
-    for path in (args.input, args.image):
+    for path in (args.input, args.messages, args.image):
         check_file(path)
     args.model = found_model(args.model)
     check_device(args.device)
@@ -227,6 +243,7 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
         "against": args.against,
         "position": _position(args.position),
         "lens": args.lens,
+        "max_new_tokens": args.max_new_tokens,
     }
     if args.maps is not None:
         asked["maps"] = args.maps or True
@@ -240,6 +257,8 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
                     f"--{name} was given, and {args.input} has a column {name}; remove one of them."
                 )
             asked[name] = values
+    elif args.messages is not None:
+        asked["messages"] = read_messages(args.messages)
     else:
         asked["inputs"] = args.text
     if args.question is not None:
@@ -250,10 +269,10 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
 
 
 def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
-    for name in ("target_ids", "position", "maps", "lens", "units"):
+    for name in ("target_ids", "max_new_tokens", "position", "maps", "lens", "units"):
         if getattr(args, name) not in (None, False, "token"):
             raise ValueError(
-                f"--{name.replace('_', '-')} was given, which is for texts, and --image is "
+                f"{flag(name)} was given, which is for texts, and --image is "
                 f"{args.image}; remove one of them."
             )
     return {"target": _class(args.target), "against": _class(args.against)}

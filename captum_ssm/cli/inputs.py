@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TEXT, COLUMNS = ("text", "prompt"), ("target", "against")
 
@@ -40,6 +41,18 @@ def read_texts(path: Path) -> Texts:
     if not found.texts:
         raise ValueError(f"--input is {path}, which holds no text; write one per line.")
     return found
+
+
+def read_messages(path: Path) -> Any:
+    """A conversation, or several, which :func:`captum_ssm.explain` checks.
+
+    Raises:
+        ValueError: for a file that is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--messages is {path}, which is not JSON: {error}") from error
 
 
 def _lines(text: str) -> Texts:

@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action: dict[str, Any] = {"metavar": name.upper()}
         if is_switch:
             action = {"action": "store_const", "const": ""}
-        group.add_argument(_flag(name), help=told, dest=f"option_{name}", **action)
+        group.add_argument(flag(name), help=told, dest=f"option_{name}", **action)
 
 
 def options_of(args: argparse.Namespace, chosen: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -50,8 +50,8 @@ def options_of(args: argparse.Namespace, chosen: Sequence[str]) -> dict[str, dic
         takers = [method for method in chosen if method in owners]
         if not takers:
             raise ValueError(
-                f"{_flag(name)} was given, and --methods is {' '.join(chosen)}; expected "
-                f"{listed(owners, 'or')}. Choose one of these, or remove {_flag(name)}."
+                f"{flag(name)} was given, and --methods is {' '.join(chosen)}; expected "
+                f"{listed(owners, 'or')}. Choose one of these, or remove {flag(name)}."
             )
         for method in takers:
             found[method][name] = _value(owners[method], text)
@@ -89,7 +89,7 @@ def _value(option: Option, text: str) -> Any:
     for kind in sorted(option.types, key=lambda kind: kind is str):  # a number, where it is one
         with suppress(ValueError):
             return kind(text)
-    raise ValueError(f"{_flag(option.name)} is {text!r}; expected {_expected(option)}.")
+    raise ValueError(f"{flag(option.name)} is {text!r}; expected {_expected(option)}.")
 
 
 def _expected(option: Option) -> str:
@@ -100,5 +100,6 @@ def _expected(option: Option) -> str:
     return listed(kinds, "or") if kinds else "words separated by commas"
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """An argument's name as a flag."""
     return f"--{name.replace('_', '-')}"

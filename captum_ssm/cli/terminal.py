@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import shorten
 
 import numpy as np
 from rich.console import Console
@@ -13,7 +14,7 @@ from captum_ssm.explanation.parts import END, LABEL, START
 from captum_ssm.explanation.units import bounds_of, texts_of
 from captum_ssm.utils.colors import AGAINST, FOR, INK, PAPER
 
-TOP = 10
+TOP, WIDTH = 10, 40
 # Shares of the strongest relevance: less has no color, and more is written in white.
 FAINTEST, DARK = 1 / 50, 0.92
 
@@ -128,11 +129,13 @@ class _Parts:
 
 
 def _print_table(parts: _Parts) -> None:
-    for i in sorted(parts.by_size[:TOP]):
+    rows = sorted(parts.by_size[:TOP])
+    texts = [shorten(visible(parts.texts[i]), WIDTH, placeholder=" ...") for i in rows]
+    width = max(16, *map(len, texts)) if texts else 0
+    for i, text in zip(rows, texts, strict=True):
         share = parts.share(i)
         bar = ("#" if share >= 0 else "-") * round(24 * abs(share))
-        value = float(parts.row[i])
-        print(f"{parts.first[i]:6d}  {visible(parts.texts[i]):16s} {value:+11.4g}  {bar}")
+        print(f"{parts.first[i]:6d}  {text:{width}s} {float(parts.row[i]):+11.4g}  {bar}")
     if len(parts.by_size) > TOP:
         print(f"the {TOP} largest of {len(parts.by_size)} {parts.units}s")
 

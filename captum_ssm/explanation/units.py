@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -12,6 +13,55 @@ from captum_ssm.explanation.parts import Example, Span, Token
 
 _WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL)
+
+TEMPLATE = "template"  # the turn of what no message says
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one message says: a part of the text by its characters, such as ``"user 1"``."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Who says what in a conversation.
+
+    Args:
+        before (tuple of Turn): of the text before the answer.
+        answer (str): the name of the turn that is the answer.
+    """
+
+    before: tuple[Turn, ...]
+    answer: str
+
+    def spans(self, tokens: Sequence[Token], prompt: int) -> tuple[Span, ...]:
+        """Turns, and what the template puts between them; the answer begins at ``prompt``."""
+        names = [self._name(token) for token in tokens[:prompt]]
+        return _runs([*names, *[self.answer] * (len(tokens) - prompt)])
+
+    def title(self, text: str) -> str:
+        """What was said last before the answer."""
+        last = max(self.before, key=lambda turn: turn.start, default=None)
+        return text if last is None else text[last.start : last.end]
+
+    def _name(self, token: Token) -> str:
+        held = (turn.name for turn in self.before if belongs(token, turn.start, turn.end))
+        return next(held, TEMPLATE)
+
+
+def belongs(token: Token, start: int, end: int) -> bool:
+    """Whether a token has something to see, or else white space, in ``start .. end - 1``.
+
+    A token of no width is the first part of a character that several tokens make up.
+    """
+    if token.start == token.end:
+        return start <= token.start < end
+    begin = _begin(token) if token.text.strip() else token.start
+    return begin < end and start < token.end
 
 
 def words(tokens: Sequence[Token]) -> tuple[Span, ...]:
@@ -49,6 +99,16 @@ def named(tokens: Sequence[Token], spans: Mapping[str, tuple[int, int]]) -> tupl
         if name not in owners.values():
             raise ValueError(f"units[{name!r}] is {(start, end)}, which holds no token.")
     return _runs([owners.get(i, i) for i in range(len(tokens))])
+
+
+def within(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans that are divided where others begin."""
+    firsts = {other.first for other in others}
+    found = []
+    for name, first, end in ((span.name, span.first, span.end) for span in spans):
+        bounds = [first, *(i for i in range(first + 1, end) if i in firsts), end]
+        found += [Span(name, a, b) for a, b in pairwise(bounds)]
+    return tuple(found)
 
 
 def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:

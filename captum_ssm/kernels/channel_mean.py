@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,13 +58,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
             out[:, at, : extra + edge] += p @ _fold(q, conv).mT
 
         for h in halves:
-            # (B, blocks, h, ...) of the sources' half and of the rows' half.
-            def early(x: Tensor, h: int = h) -> Tensor:
-                return x.unflatten(1, (-1, 2, h))[:, :, 0]
-
-            def late(x: Tensor, h: int = h) -> Tensor:
-                return x.unflatten(1, (-1, 2, h))[:, :, 1]
-
+            early, late = partial(_half, h, 0), partial(_half, h, 1)  # the sources and the rows
             q = _panel(_after(early(t_near), 2), A, early(b_near), early(r_near))
             scale = None if f is None else late(f)
             p = _panel(late(t_near).cumsum(2), A, late(c_near), scale)
@@ -99,6 +94,11 @@ def _after(dt: Tensor, dim: int) -> Tensor:
     """
     later = dt.narrow(dim, 1, dt.shape[dim] - 1).flip(dim).cumsum(dim).flip(dim)
     return torch.cat([later, torch.zeros_like(dt.narrow(dim, 0, 1))], dim)
+
+
+def _half(h: int, which: int, x: Tensor) -> Tensor:
+    # The first or the second h positions of each block of two halves, (B, blocks, h, ...).
+    return x.unflatten(1, (-1, 2, h))[:, :, which]
 
 
 def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 _NOTHING = Known()
 # Packages that are what they are called. People keep copies of others, such as mamba_ssm, under the
 # same name, in which a class computes something else.
-_PACKAGES = ("captum_ssm", "transformers")
+_PACKAGES = ("captum_ssm", "fla", "transformers")
 
 
 def known_of(module: nn.Module) -> Known:

@@ -1,5 +1,6 @@
 """Every command of docs/how_to/command_line.md runs as it is printed, in a folder of its own."""
 
+import json
 import re
 import shlex
 import shutil
@@ -30,6 +31,7 @@ def there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("webbrowser.open", lambda address: True)
     shutil.copy(examples.folder("digits-vim") / "sample.png", "digit.png")
+    (tmp_path / "chat.json").write_text(json.dumps(examples.sample("chat-mamba")))
     (tmp_path / "prompts.csv").write_text("text,target\nthe dogs near the bird,bark\n")
     text = ("--text", "the dogs near the bird", "--target", "bark")
     for name, method in (("first", "gate"), ("second", "silu")):

@@ -366,6 +366,31 @@ def test_a_classifier_by_its_labels(capsys):
         assert message in capsys.readouterr().err
 
 
+def test_what_the_model_writes(tmp_path, capsys):
+    data, written = tmp_path / "a.json", tmp_path / "m.json"
+    text = "Anna has a red ball. Tom has a blue kite. Anna's ball is"
+    given = ("--max-new-tokens", "2", "--output", str(data))
+    assert explain("--text", text, *given, model="stories-mamba") == 0
+    assert "'red', probability 0.99" in capsys.readouterr().out
+    assert len(Explanation.load(data).examples[0].outputs) == 2
+    written.write_text(json.dumps(examples.sample("chat-mamba")), encoding="utf-8")
+    chat = ("--messages", str(written), *given, "--units", "turn")
+    assert explain(*chat, model="chat-mamba") == 0
+    said = capsys.readouterr().out
+    assert "'blue', probability 0.99" in said
+    assert "Anna has a red ball. Tom has a blue ..." in said
+    assert Explanation.load(data).examples[0].units["turn"]
+    for wrong, message in (
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; expected an integer from 1 on"),
+        (["--units", "turn"], "--units is 'turn', and there is no conversation"),
+    ):
+        assert explain("--text", "the dogs", *wrong, model="stories-mamba") == 1
+        assert message in capsys.readouterr().err
+    written.write_text("{")
+    assert explain("--messages", str(written), model="chat-mamba") == 1
+    assert f"--messages is {written}, which is not JSON" in capsys.readouterr().err
+
+
 def saved(kind, path) -> str:
     """A model with another head, and a tokenizer of words."""
     config = build("qwen3_next").config

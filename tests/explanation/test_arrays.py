@@ -186,6 +186,10 @@ def photo() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (8, 8, 3)).astype(np.uint8)
 
 
+def by_hand(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+
+
 def test_a_picture_is_the_same_in_every_form(photo, tmp_path):
     path = tmp_path / "photo.png"
     Image.fromarray(photo).save(path)
@@ -215,8 +219,10 @@ def test_a_picture_is_the_same_in_every_form(photo, tmp_path):
     by_function = explain(
         MODELS["color"],
         [path, path],
-        processor=lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255,
+        processor=by_hand,
     )
+    listed = explain(MODELS["color"], by_hand, [path, Image.fromarray(photo)])
+    np.testing.assert_array_equal(listed.relevance(), by_function.relevance())
     assert by_function.examples[0].name == "photo.png"
     plain = explain(MODELS["color"], path)
     np.testing.assert_array_equal(by_function.relevance(example=1), plain.relevance())
@@ -260,6 +266,7 @@ BAD = {
     "nothing": ("series", [], "inputs is empty"),
     "mixed": ("series", [values(9, 4), pandas.DataFrame(values(9, 4))], "of one kind"),
     "NaN": ("series", values(9, 4) / 0 * 0, "holds NaN, Inf"),
+    "words": ("series", pandas.DataFrame({"a": ["x"]}), "is a DataFrame, not all of numbers"),
     "no file": ("color", "missing.png", "there is no file 'missing.png'"),
     "no picture": ("color", __file__.replace(".py", ".py"), "a text, and there is no tokenizer"),
 }

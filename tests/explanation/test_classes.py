@@ -311,6 +311,8 @@ def test_the_likeliest_answer_lies_in_the_context(reader, tokenizer):
     assert best.text == " ".join(["w7", "w8", "w9", "w10", "w11"][first : last + 1])
     assert best.probability == pytest.approx(float(likely.max()), rel=1e-5)
     assert best.rank == 1
+    assert whole.among == 5 + 4 + 3 + 2 + 1  # parts of five tokens
+    assert [one.among for one in found.examples[1].outputs[1:]] == [5, 5]
     by_words = explain(reader, tokenizer, PAIR, target=(4, 5)).examples[0].outputs[0]
     assert by_words.answers[by_words.chosen].text == "w9 w10"
     with pytest.raises(TargetError, match="'w3', which does not stand in the text"):

@@ -71,6 +71,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
         ),
+        "chat": lambda: pages.explanation(pages.chat()),
         "long": lambda: pages.long(2000),
         "hostile": pages.hostile,
     }
@@ -845,6 +846,8 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
         ("several", "view=all", "light"),
         ("image", "n=1", "dark"),
         ("checked", "", "dark"),
+        ("chat", "", "light"),
+        ("chat", "template=0&u=turn", "dark"),
         ("many", "summary=1", "light"),
         ("series", "view=all", "light"),
         ("row", "", "dark"),
@@ -862,6 +865,115 @@ def test_axe_finds_nothing_serious(opened, name, state, theme):
         if rule["impact"] in ("serious", "critical")
     ]
     assert serious == []
+
+
+def test_a_conversation_is_laid_out_in_turns(opened):
+    tab = opened("chat", "own=1")
+    labels = tab.locator(".text .turn")
+    names = [name for name, _ in pages.TURNS if name != "template"] + ["assistant 2"]
+    assert [" ".join(text.lower().split()[:2]) for text in labels.all_inner_texts()] == names
+    # Each begins a line of its own, above what is said, and the answer follows the conversation.
+    example = pages.chat()
+    spans = [span for span in example.units["turn"] if span.name != "template"]
+    for span, label in zip(spans, labels.all(), strict=True):
+        above, begins = label.bounding_box(), part(tab, span.first).bounding_box()
+        assert above["y"] + above["height"] <= begins["y"] + 8
+        assert abs(above["x"] - begins["x"]) < 12
+    assert "small" in tab.locator("dl", has_text="written by the chat template").inner_text()
+    labels.first.hover()
+    tab.locator(".tip", has_text="Who says what follows").wait_for()
+    part(tab, spans[1].first).hover()
+    assert "user 1" in tab.locator(".tip").inner_text()
+
+
+def test_turns_have_the_share_of_their_tokens(opened):
+    example = pages.chat()
+    position = example.outputs[0].position
+    values = np.abs(example.relevance["mamba-lrp"][0][: position + 1])
+    kept = [span for span in example.units["turn"] if span.name != "template"]
+    total = sum(values[span.first : span.end].sum() for span in kept)
+    tab = opened("chat", "template=0")
+    for span, label in zip(kept, tab.locator(".text .turn").all(), strict=True):
+        share = label.locator("span").inner_text()
+        if span.name == "assistant 2":
+            assert share == ""  # it was not read
+            continue
+        wanted = values[span.first : span.end].sum() / total
+        found = float(share.strip("<%")) / 100
+        assert found == pytest.approx(wanted, abs=0.0051)
+
+
+def test_the_templates_tokens_can_be_hidden(opened):
+    tab = opened("chat")
+    toggle = tab.get_by_label("Template’s tokens", exact=True)
+    text = tab.locator(".text")
+    assert "<" in text.inner_text()
+    assert tab.locator(".part.template").first.is_visible()
+    before = tab.locator(".sum").inner_text()
+    toggle.check()
+    assert address(tab) == "#template=0"
+    assert "<" not in text.inner_text()
+    assert "Anna has a red ball." in text.inner_text()
+    assert "<" not in tab.locator(".sources").inner_text()
+    example = pages.chat()
+    position = example.outputs[0].position
+    hidden = [
+        k
+        for span in example.units["turn"]
+        if span.name == "template"
+        for k in range(span.first, span.end)
+    ]
+    row = example.relevance["mamba-lrp"][0]
+    after = tab.locator(".sum").inner_text()
+    shown = position + 1 - len(hidden)
+    assert f"of the {shown} tokens shown" in after
+    assert f"The template (+{row[hidden].sum():.2f}, " in after
+    # What it all adds up to is the same.
+    said = "All relevance adds up to"
+    assert before[before.index(said) :] == after[after.index(said) :]
+    # Arrow keys pass over what is hidden.
+    last = next(span.end for span in example.units["turn"] if span.name == "system 1") - 1
+    part(tab, last).hover()
+    text.focus()
+    part(tab, last).hover()
+    tab.keyboard.press("ArrowRight")
+    assert "user 1" in tab.locator(".tip").inner_text()
+    tab.keyboard.press("ArrowLeft")
+    assert "system 1" in tab.locator(".tip").inner_text()
+    tab.keyboard.press("Home")
+    tab.keyboard.press("ArrowLeft")
+    tab.keyboard.press("t")
+    assert address(tab) == ""
+    assert "<" in text.inner_text()
+    toggle.hover()
+    tab.get_by_text("Template’s tokens").first.hover()
+    tab.locator(".tip", has_text="no message says").wait_for()
+    tab.keyboard.press("?")
+    dialog = tab.get_by_role("dialog").inner_text()
+    assert "Template’s tokens" in dialog
+    assert "in a conversation: the template’s tokens shown or hidden" in dialog
+    tab.keyboard.press("Escape")
+
+
+def test_relevance_is_summed_over_turns(opened):
+    tab = opened("chat", "u=turn&own=1")
+    example = pages.chat()
+    turns = example.units["turn"]
+    sums = [example.relevance["mamba-lrp"][0][span.first : span.end].sum() for span in turns]
+    largest = int(np.argmax(np.abs(sums)))
+    first = tab.locator(".sources li").first.inner_text()
+    assert turns[largest].name in first
+    assert f"{abs(sums[largest]):.2f}" in first
+    assert tab.locator(".text .turn").count() == 5
+
+
+def test_without_a_conversation_there_are_no_turns(opened):
+    tab = opened("story")
+    assert tab.get_by_label("Template’s tokens", exact=True).is_hidden()
+    assert tab.locator(".turn").count() == 0
+    tab.locator(".text").focus()
+    tab.keyboard.press("t")
+    assert address(tab) == ""
 
 
 def test_hostile_text_is_shown_and_never_run(browser, opened):
@@ -906,7 +1018,7 @@ def test_print_shows_all_text_on_paper(opened):
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
 
 
-@pytest.mark.parametrize("name", ["story", "several", "image", "many", "series", "hostile"])
+@pytest.mark.parametrize("name", ["story", "several", "image", "many", "chat", "series", "hostile"])
 def test_nothing_is_wider_than_the_window(opened, name):
     tab = opened(name, "view=all&map=out")
     for width in (390, 1024, 1600):
@@ -1043,6 +1155,7 @@ def test_a_label_of_each_token(opened):
     assert tab.inner_text("h2.question") == "Why “PERSON” for “Tom”?"
     assert tab.inner_text(".part.first") == "Tom"
     assert any("Tom" in text and "PERSON" in text for text in chips(tab))
+    assert not tab.get_by_label("Prompt’s last token").is_visible()
     assert "LABELS" in tab.inner_text(".picks").upper()
     # The token itself is read, and colored.
     assert tab.locator(".part.first.hidden").count() == 0

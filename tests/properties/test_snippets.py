@@ -163,6 +163,23 @@ def generated(names, folder):
     torch.testing.assert_close(rows[:, : found.shape[1]], found, atol=1e-5, rtol=1e-4)
 
 
+def chatted(names, folder):
+    """The color in the first turn of the user, and the system's order, make the answer."""
+    (example,) = names["chat"].examples
+    answer = [token.text.strip() for token in example.tokens[example.prompt :]]
+    assert answer == ["red", ".", "<end>"]
+    by_turn = dict(zip(names["names"], names["by_turn"], strict=True))
+    assert min(by_turn["user 1"], by_turn["system 1"]) > 10 * abs(by_turn["assistant 1"])
+    relevance = names["chat"].relevance()
+    told = next(span for span in example.units["turn"] if span.name == "user 1")
+    strongest = told.first + int(abs(relevance[told.first : told.end]).argmax())
+    assert example.tokens[strongest].text.strip() == "red"
+    texts = [token.text.strip() for token in names["explanation"].examples[0].tokens]
+    assert texts[-6:-4] == ["red", "."]
+    assert (folder / "answer.html").exists()
+    assert (folder / "chat.html").exists()
+
+
 def of_shape(names, folder):
     assert names["relevance"].shape == names["ids"].shape
     assert names["relevance"].abs().sum() > 0
@@ -242,6 +259,7 @@ CHECKS = {
     "README": demonstrated,
     "getting_started": started,
     "any_input": of_inputs,
+    "chat": chatted,
     "compare_with_captum": compared,
     "generation": generated,
     "hybrids": of_shape,

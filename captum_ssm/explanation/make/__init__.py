@@ -4,13 +4,14 @@
 pipelines apart). :mod:`kinds` tells what a model of texts puts out, and a table in :mod:`asked`
 leads from there to the question about each text: the next token (:mod:`texts`), a class or labels
 of tokens (:mod:`classes`, by the names of :mod:`labels`), or the part that answers a question
-(:mod:`places`). An image has its own (:mod:`images`). Each question computes its example: it
-collects ``Questions`` (:mod:`questions`), which are the answers at each output and the rows of
-relevance that explain them (:mod:`rows`; :mod:`captum_methods` for Captum's own), and
-:mod:`explained` puts them together. :mod:`run` is how all of these run the model, and
-:mod:`validate` removes the tokens that methods rank first. Below are :mod:`reading` (a text as
-tokens) and :mod:`lens` (what each layer would answer). :mod:`captum_llm` stands in for Captum's
-wrapper of language models.
+(:mod:`places`). An image has its own (:mod:`images`), and a conversation is rendered by the
+tokenizer's chat template (:mod:`messages`, :mod:`templates`). :mod:`generate` writes the answer
+where the model is to. Each question computes its example: it collects ``Questions``
+(:mod:`questions`), which are the answers at each output and the rows of relevance that explain
+them (:mod:`rows`; :mod:`captum_methods` for Captum's own), and :mod:`explained` puts them together.
+:mod:`run` is how all of these run the model, and :mod:`validate` removes the tokens that methods
+rank first. Below are :mod:`reading` (a text as tokens) and :mod:`lens` (what each layer would
+answer). :mod:`captum_llm` stands in for Captum's wrapper of language models.
 """
 
 from captum_ssm.explanation.make.front import explain

@@ -131,14 +131,17 @@ def given(
     return _of_values(trial, columns) if is_values else _of_pixels(trial, mean, std)
 
 
-def may_be_text(tokenizer: Any, inputs: Any) -> bool:
-    """Whether inputs are texts or token ids, by their type alone."""
+def may_be_text(inputs: Any, has_tokenizer: bool) -> bool:
+    """Whether inputs are texts or token ids, by their type alone.
+
+    A path is a text only where a tokenizer was given.
+    """
     first = inputs
     while isinstance(first, (list, tuple)) and first:
         first = first[0]
     if isinstance(first, (list, tuple)):
-        return tokenizer is not None
-    if isinstance(first, float) or (tokenizer is None and is_path(first)):
+        return has_tokenizer
+    if isinstance(first, float) or (not has_tokenizer and is_path(first)):
         return False
     if not torch.is_tensor(first):
         return isinstance(first, (str, int, Mapping))
@@ -185,7 +188,7 @@ def _chosen(
 def _hint(model: nn.Module, trial: Trial) -> str:
     if isinstance(trial.first, nn.Embedding):
         return " It reads token ids: give ids (L,) of an integer dtype, or a tokenizer and a text."
-    if trial.kind in ("image", "video"):
+    if READ_BY.get(type(trial.first), trial.kind) in ("image", "video"):
         config = getattr(model, "config", model)
         size = getattr(config, "image_size", None)
         told = f" It is made for pictures of size {size}." if size else ""
@@ -324,7 +327,7 @@ def _joined(found: Sequence[Given]) -> Given:
 
 def _array(inputs: Any) -> tuple[Tensor, tuple[str, ...] | None]:
     # Numbers as a tensor, and the names of a table's columns.
-    columns = getattr(inputs, "columns", None)
+    columns, kind = getattr(inputs, "columns", None), type(inputs).__name__
     if hasattr(inputs, "to_numpy"):  # pandas
         inputs = inputs.to_numpy()
     values = inputs
@@ -333,9 +336,9 @@ def _array(inputs: Any) -> tuple[Tensor, tuple[str, ...] | None]:
             values = torch.from_numpy(np.array(inputs, ndmin=1))
         except (TypeError, ValueError):
             raise TypeError(
-                f"the input is a {type(inputs).__name__}; expected an image (a PIL image, a path "
-                "or an array), a series (T, F), a row of a table, or a batch or list of them; or a "
-                "text with its tokenizer."
+                f"the input is a {kind}, not all of numbers; expected an image (a PIL image, a "
+                "path or an array), a series (T, F), a row of a table, or a batch or list of them; "
+                "or a text with its tokenizer."
             ) from None
     if values.is_complex() or (values.is_floating_point() and not values.isfinite().all()):
         raise InputError("the input holds NaN, Inf or complex numbers; expected finite numbers.")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr import LaTIM
-from captum_ssm.explanation import Example, Maps
+from captum_ssm.explanation import Example, Maps, Span
 from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.run import Run
-from captum_ssm.explanation.units import named, sentences, words
+from captum_ssm.explanation.units import named, sentences, within, words
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
 
@@ -42,20 +42,29 @@ def explained_text(
     relevance, deltas = questions.explained(
         ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
     )
-    units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
-    if spans:
-        units["span"] = named(whole.tokens, spans)
     return Example(
-        _shortened(whole.text),
+        _shortened(whole.turns.title(whole.text) if whole.turns else whole.text),
         tuple(questions.outputs),
         relevance,
         deltas,
         whole.tokens,
         prompt,
-        units,
+        _units(whole, prompt, spans),
         maps=maps,
         validation=questions.validation,
     )
+
+
+def _units(
+    whole: TokenizedText, prompt: int, spans: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[Span, ...]]:
+    units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
+    if whole.turns:
+        turns = whole.turns.spans(whole.tokens, prompt)
+        units = {unit: within(parts, turns) for unit, parts in units.items()} | {"turn": turns}
+    if spans:
+        units["span"] = named(whole.tokens, spans)
+    return units
 
 
 def _maps(setup: Setup, run: Run, ids: Tensor) -> tuple[Maps, ...]:

@@ -16,8 +16,10 @@ from torch import nn
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.arrays import given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.generate import Generation, parse_generation, written
 from captum_ssm.explanation.make.images import image_questions
 from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
+from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.questions import Setup, TextSetup
@@ -37,6 +39,9 @@ def explain(
     tokenizer: Any = None,
     inputs: Any = None,
     *,
+    messages: Any = None,
+    max_new_tokens: int | None = None,
+    generation: Mapping[str, Any] | None = None,
     target: Any = None,
     against: Any = None,
     methods: Any = ("mamba-lrp",),
@@ -62,10 +67,12 @@ def explain(
     """Why a model answers what it answers, as data that can be shown, saved and compared.
 
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
-    token of a continuation; ``explain(model, image)`` the class of an image or a video, and
-    ``explain(model, series)`` a forecast, or with ``labels`` the class of a series or of a row of a
-    table. The model runs once or a few times to see what kind of model it is, once for each input
-    to see what it answers, and then as each method needs.
+    token of a continuation; with ``max_new_tokens`` the model writes the continuation itself.
+    ``messages=`` is a conversation, by the tokenizer's chat template. ``explain(model, image)``
+    explains the class of an image or a video, and ``explain(model, series)`` a forecast, or with
+    ``labels`` the class of a series or of a row of a table. The model runs once or a few times to
+    see what kind of model it is, once for each input to see what it answers, and then as each
+    method needs.
 
     What an array is, the model decides: each reading that its shape allows, as an image, a series
     or a table, is tried, and the one that the model takes counts.
@@ -87,6 +94,19 @@ def explain(
             ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
             bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
             all but tensors of floats are as that takes them. Default: None
+        messages (list of dict, or list of lists, optional): a conversation in place of ``inputs``,
+            ``[{"role": "user", "content": "..."}]``, or several. The tokenizer's chat template
+            renders it. The answer is what the assistant's last message says, else ``target``,
+            else what the model writes (``max_new_tokens``) or predicts. Who says what is in
+            ``Example.units["turn"]``: spans such as ``"user 1"`` and ``"assistant 1"``, and
+            ``"template"`` for the template's own tokens. A content may be a list of text parts,
+            which are joined. Default: None
+        max_new_tokens (int, optional): the model writes up to so many tokens after each text, and
+            each of them is explained, the end-of-sequence token too. Greedy, by the model's own
+            ``generate``, or step by step for a model without one. Default: None
+        generation (dict, optional): options of the model's ``generate``, such as
+            ``{"do_sample": True, "temperature": 0.7}``; samples begin at PyTorch's random state,
+            which is left as it was. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
             explained, one output per token; of an image, a text or a token a class or its label; of
             a text that answers a question a part of it; of a forecast an index such as
@@ -110,7 +130,8 @@ def explain(
             then the continuation.
             Default: None
         units (str or dict, optional): what relevance is summed over where it is shown:
-            ``"token"``, ``"word"`` or ``"sentence"``; or named parts of the text,
+            ``"token"``, ``"word"``, ``"sentence"``, or ``"turn"`` of a conversation; or named
+            parts of the text,
             ``{"subject": (0, 4)}``, each a range of characters. The rows themselves are per
             token. Default: ``"token"``
         alternatives (int, optional): how many of the other likeliest answers are explained at
@@ -146,6 +167,7 @@ def explain(
     Raises:
         ValueError: for a text without a token, hidden states in place of scores, a label that the
             model does not have, words of a target that the tokenizer does not know,
+            messages without a chat template, an option that ``generate`` does not have,
             a target of several tokens where one is needed, a contrast with the target itself, an
             unknown method, unit or map, and whatever a method raises.
         TypeError: for inputs of a wrong type.
@@ -159,6 +181,9 @@ def explain(
         >>> explanation.relevance(output=1, against="w8").shape
         (5,)
         >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", max_new_tokens=2)
+        >>> len(explanation.examples[0].outputs)
+        2
     """
     model, tokenizer, inputs, processor = unpacked(model, tokenizer, inputs, processor)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -167,20 +192,28 @@ def explain(
         model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate
     )
     spans = parse_spans(units)
-    tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
+    writing = parse_generation(max_new_tokens, generation, target, position)
+    messages = find_messages(messages, inputs, tensors, units)
+    texts, image = None, None
+    if messages is None:
+        tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
+    about = TextSetup(tokenizer, position, spans)
     questions: Sequence[Answerable]
-    if texts is None:
+    if messages is not None:
+        is_written = writing is not None
+        questions = chat_questions(setup, messages, target, against, labels, about, is_written)
+    elif texts is not None:
+        questions = text_questions(setup, texts, target, against, labels, about)
+    else:
         own = None if is_tokenizer(tokenizer) else tokenizer
         found = given(setup.model, image, own if processor is None else processor, mean, std)
         setup.notes.extend([found.note] if found.note else [])
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
-    else:
-        about = TextSetup(tokenizer, position, spans)
-        questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
-        examples = tuple(_answered(setup, questions))
+        examples = tuple(_answered(setup, questions, writing))
     asked = {"target": target, "against": against, "position": position}
+    asked |= {"max_new_tokens": max_new_tokens, "generation": generation}
     asked |= {"units": "span" if spans else units, "spans": spans}
     return _explanation(setup, examples, asked, title)
 
@@ -210,11 +243,13 @@ def _explanation(
     )
 
 
-def _answered(setup: Setup, questions: Sequence[Answerable]) -> Iterator[Example]:
+def _answered(
+    setup: Setup, questions: Sequence[Answerable], writing: Generation | None
+) -> Iterator[Example]:
     B = len(questions)
     for k, question in enumerate(progress(questions, "examples") if B > 1 else questions):
         with numbered(k, B):
-            yield question.answer(setup)
+            yield written(question, setup.model, writing).answer(setup)
 
 
 def _method(name: str, source: RowSource) -> Method:

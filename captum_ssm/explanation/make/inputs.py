@@ -30,7 +30,7 @@ class Ids:
     types: tuple[int, ...] = ()
 
 
-Text = str | tuple[str, str] | Ids
+Text = str | tuple[str, str] | Ids | TokenizedText
 
 
 def parse_inputs(
@@ -58,7 +58,7 @@ def parse_inputs(
     inputs = named if inputs is None else inputs
     if _is_listed(inputs):
         inputs = list(inputs)
-    if not may_be_text(tokenizer, inputs):
+    if not may_be_text(inputs, is_tokenizer(tokenizer)):
         return tokenizer, None, inputs
     texts = _texts(inputs)
     if texts is not None and tokenizer is None and not isinstance(texts[0], Ids):
@@ -103,6 +103,8 @@ def numbered(index: int, count: int) -> Iterator[None]:
 
 
 def _read(tokenizer: Any, text: Text) -> TokenizedText:
+    if isinstance(text, TokenizedText):
+        return text
     if isinstance(text, tuple):
         return read_pair(tokenizer, *text)
     if isinstance(text, Ids):
@@ -112,10 +114,15 @@ def _read(tokenizer: Any, text: Text) -> TokenizedText:
         parts = tuple(None if one in special else part for one, part in pairs)
         return replace(found, parts=parts, types=text.types)
     found = read(tokenizer, text, "text")
-    warning = unknown_in_prompt(tokenizer, found.ids)
-    if warning:
-        warnings.warn(warning, UserWarning, stacklevel=6)
+    warn_of_unknown(tokenizer, found)
     return found
+
+
+def warn_of_unknown(tokenizer: Any, text: TokenizedText) -> None:
+    """Warn where a tokenizer put its unknown token for a part of a text."""
+    warning = unknown_in_prompt(tokenizer, text.ids)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=7)
 
 
 def _check_order(tokenizer: Any, inputs: Any) -> None:

@@ -155,7 +155,7 @@ class Questions:
                 tuple(contrasts),
                 tuple(layers),
                 choices.role,
-                len(logits),
+                possible,
             )
         )
 

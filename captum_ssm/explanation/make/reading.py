@@ -10,6 +10,7 @@ from typing import Any
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Token
+from captum_ssm.explanation.units import Turns
 from captum_ssm.utils.integers import as_index
 from captum_ssm.visualization import readable_tokens
 
@@ -27,12 +28,14 @@ class TokenizedText:
             them. Default: ``()``
         types (tuple of int, optional): the tokens' ``token_type_ids``, of tokenizers that tell two
             texts apart. Default: ``()``
+        turns (Turns, optional): who says what, in a conversation. Default: None
     """
 
     text: str
     tokens: tuple[Token, ...]
     parts: tuple[int | None, ...] = ()
     types: tuple[int, ...] = ()
+    turns: Turns | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -48,7 +51,8 @@ class TokenizedText:
         moved = [
             replace(one, start=one.start + shift, end=one.end + shift) for one in (*moved, *rest)
         ]
-        return TokenizedText(self.text + between + other.text, self.tokens + tuple(moved))
+        text, tokens = self.text + between + other.text, self.tokens + tuple(moved)
+        return TokenizedText(text, tokens, turns=self.turns)
 
 
 def read(tokenizer: Any, text: str, name: str, special: bool = True) -> TokenizedText:

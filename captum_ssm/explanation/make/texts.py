@@ -82,13 +82,13 @@ class TextQuestion:
         return explained_text(questions, ids, whole, len(texts.prompt.tokens), self.spans)
 
 
-def as_continuation(target: Any) -> str | list[int] | None:
-    """A target as a text or as token ids.
+def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:
+    """A target as a text or as token ids; one that was read already stays as it is.
 
     Raises:
         TypeError: for what is neither.
     """
-    if target is None or isinstance(target, str):
+    if target is None or isinstance(target, (str, TokenizedText)):
         return target
     index = as_index(target)
     if index is not None:
@@ -158,9 +158,11 @@ def _questions(
     return questions
 
 
-def _continuation(tokenizer: Any, text: str | list[int] | None, name: str) -> TokenizedText | None:
-    if text is None:
-        return None
+def _continuation(
+    tokenizer: Any, text: str | list[int] | TokenizedText | None, name: str
+) -> TokenizedText | None:
+    if text is None or isinstance(text, TokenizedText):
+        return text
     if not isinstance(text, str):
         return read_ids(tokenizer, text, name)
     if tokenizer is None:

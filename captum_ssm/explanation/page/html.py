@@ -17,7 +17,7 @@ from captum_ssm.explanation.parts import ExplanationData
 MODULES = (
     *("words", "dom", "format", "host", "data", "state", "colors"),
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
-    *("text", "image", "series", "panels", "reading"),
+    *("turns", "text", "image", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
 

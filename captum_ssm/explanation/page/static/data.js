@@ -2,6 +2,8 @@
 import { range } from "./dom.js";
 import { count, plain, visible } from "./format.js";
 
+const TEMPLATE = "template"; // the turn of what no message says
+
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -81,6 +83,7 @@ export class Example {
     const [[first, { count: finest }]] = Object.entries(this.units);
     this.unitNames = Object.keys(this.units).filter((name) =>
       name === first || (this.units[name].count > 1 && this.units[name].count !== finest));
+    this.turns = this.units.turn;
     // The output whose answer stands at a token; of several that of the first.
     this.places = new Map();
     outputs.forEach(({ chosen }, k) => {
@@ -219,12 +222,28 @@ export class Example {
     return after >= 0 ? after : Math.max(0, places.findLastIndex((_, k) => isExplained(k)));
   }
 
-  text(first, end) {
-    return this.tokens.slice(first, end).join("");
+  text(first, end, isShown = () => true) {
+    const texts = this.tokens.slice(first, end);
+    return texts.map((text, k) => (isShown(first + k) ? text : " ")).join("");
   }
 
   partText(unit, part) {
     return this.text(...unit.bounds[part]);
+  }
+
+  // The name of the turn that a part lies in.
+  turnOf(unit, part) {
+    return this.turns?.names[this.turns.of[unit.bounds[part][0]]];
+  }
+
+  isTemplate(token) {
+    return this.turns?.names[this.turns.of[token]] === TEMPLATE;
+  }
+
+  // The parts that no message says: all of their tokens are the chat template's.
+  template(unit) {
+    const said = new Set(range(this.tokens.length).filter((k) => !this.isTemplate(k)).map((k) => unit.of[k]));
+    return range(unit.count).filter((part) => !said.has(part));
   }
 
   // A pick is an answer of an output. It is written "3", or "3.1" if not the chosen answer.
@@ -317,6 +336,8 @@ class Relevance {
     this.own = position === null ? -1 : unit.of[position];
     this.hidden = new Set();
     if (hidden.own && position !== null) this.hidden.add(this.own);
+    this.gone = new Set(hidden.template && example.turns ? example.template(unit) : []);
+    for (const part of this.gone) this.hidden.add(part);
     if (hidden.last && example.prompt) this.hidden.add(unit.of[example.prompt - 1]);
 
     const parts = range(this.read + 1);

@@ -13,6 +13,7 @@ const KEYS = [
   ["v", "view: one method, all methods, two outputs"],
   ["u", "next unit: tokens, words, …"],
   ["o", "the last token (reads itself) shown or hidden"],
+  ["t", "in a conversation: the template’s tokens shown or hidden"],
   ["[ ]", "strongest color for more, for fewer values"],
   ["l", "next map"],
   ["+ − 0 Esc", "in a map: zoom, whole map, close"],

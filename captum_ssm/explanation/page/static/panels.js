@@ -43,7 +43,7 @@ export class Panels {
 
   update({ panels, state }) {
     const { values, example } = state;
-    const kind = [values.e, values.view, values.u, values.view === "all" || values.m].join();
+    const kind = [values.e, values.view, values.u, values.template, values.view === "all" || values.m].join();
     if (kind !== this.kind) this.#build(kind);
     else panels.forEach((panel, k) => {
       panel.drawn = this.panels[k].drawn;

@@ -64,7 +64,8 @@ export class Reading {
       ? `${unit.name}: ${example.placeName(unit, part)}` : example.placeName(unit, part);
     const [first, end] = unit.bounds[part];
     const place = end - first > 1 ? `tokens ${first}–${end - 1}` : `token ${first}`;
-    const named = unit.names[part] ? `${visible(unit.names[part])}, ` : "";
+    const called = unit.names[part] || example.turnOf(unit, part);
+    const named = called ? `${visible(called)}, ` : "";
     return [
       token(shorter(example.partText(unit, part))),
       element("span", { class: "quiet" }, ` ${named}${place}`),

@@ -5,8 +5,8 @@ import { visible } from "./format.js";
 import { VIEWS } from "./state.js";
 
 const UNITS = {
-  token: "Token", word: "Word", sentence: "Sentence", span: "Part", patch: "Patch", pixel: "Pixel",
-  value: "Value", step: "Time step", feature: "Feature", frame: "Frame",
+  token: "Token", word: "Word", sentence: "Sentence", turn: "Turn", span: "Part", patch: "Patch",
+  pixel: "Pixel", value: "Value", step: "Time step", feature: "Feature", frame: "Frame",
 };
 const OPACITIES = [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100];
 
@@ -19,8 +19,9 @@ export class Settings {
     this.units = new Choice("units", set("u"));
     this.own = new Toggle("own", (isHidden) => page.set({ own: isHidden ? 0 : 1 }));
     this.last = new Toggle("last", (isHidden) => page.set({ last: isHidden ? 0 : 1 }));
+    this.template = new Toggle("template", (isHidden) => page.set({ template: isHidden ? 0 : 1 }));
     this.hiding = element("div", { class: "field" }, element("span", { class: "label" }, "Hide"),
-      this.own.node, this.last.node);
+      this.own.node, this.last.node, this.template.node);
     this.grid = new Toggle("grid", (isShown) => page.set({ grid: isShown ? 1 : 0 }));
     this.gray = new Toggle("picture", (isGray) => page.set({ gray: isGray ? 1 : 0 }));
     this.opacity = new Slider("opacity", OPACITIES, (value) => `${value}%`, set("opacity"));
@@ -48,10 +49,12 @@ export class Settings {
     this.own.node.hidden = places.every((position) => position === null);
     this.own.show(!values.own);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
-    this.last.node.hidden = !example.prompt || this.own.node.hidden ||
+    this.last.node.hidden = !example.prompt || example.isLabeled || this.own.node.hidden ||
       places.every((position) => position === example.prompt - 1);
     this.last.show(!values.last);
-    this.hiding.hidden = this.own.node.hidden && this.last.node.hidden;
+    this.template.node.hidden = !example.turns;
+    this.template.show(!values.template);
+    this.hiding.hidden = [this.own, this.last, this.template].every(({ node }) => node.hidden);
     this.opacity.node.hidden = !example.isImage;
     this.opacity.show(values.opacity);
     this.gray.node.hidden = !example.isImage;

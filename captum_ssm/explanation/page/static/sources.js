@@ -26,8 +26,8 @@ export class Sources {
     const size = (part) => Math.max(...listed.map(({ relevance }) => Math.abs(relevance.values[part])));
     const { k } = state.values;
     // What is hidden in the text is listed all the same: nobody should miss the largest.
-    const largest = new Set(listed.flatMap(({ relevance: { order, hidden } }) =>
-      [...order.slice(0, k), ...hidden]));
+    const largest = new Set(listed.flatMap(({ relevance: { order, hidden, gone } }) =>
+      [...order.slice(0, k), ...hidden].filter((part) => !gone.has(part))));
     const parts = [...largest].filter(size).sort((a, b) => size(b) - size(a)).slice(0, k);
     const isShown = (part) => listed.some(({ relevance }) => relevance.has(part));
     const most = Math.max(0, ...parts.filter(isShown).map(size)) || 1;
@@ -55,7 +55,7 @@ export class Sources {
       onclick: () => page.reveal(part),
       onpointerenter: ({ pointerType }) => pointerType === "touch" || page.point(part),
       onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
-    }, example.isText ? surroundings(example, unit, part) : place(example, unit, part),
+    }, example.isText ? surroundings(page.state, part) : place(example, unit, part),
     listed.map(({ relevance }, k) => {
       const isRead = relevance.has(part) || relevance.hidden.has(part);
       const value = isRead ? relevance.values[part] : 0;
@@ -81,10 +81,15 @@ export class Sources {
 }
 
 // The part in the text around it, from one whole word to another.
-function surroundings(example, unit, part) {
+function surroundings({ example, unit, values }, part) {
   const [first, end] = unit.bounds[part];
-  const near = (from, to) => visible(example.text(Math.max(0, from), to).replace(/\s+/g, " "));
-  if (unit.names[part]) return element("span", { class: "what" }, token(unit.names[part]));
+  const isShown = (token) => values.template || !example.isTemplate(token);
+  const near = (from, to) =>
+    visible(example.text(Math.max(0, from), to, isShown).replace(/\s+/g, " "));
+  if (unit.names[part]) {
+    return element("span", { class: "what" }, token(unit.names[part]),
+      element("bdi", { class: "after" }, ` ${near(first, end).trim()}`.slice(0, AFTER)));
+  }
   const text = example.partText(unit, part);
   const all = near(first - BEFORE, first) + (/^\s/.test(text) ? " " : "");
   const before = all.length <= BEFORE ? all : all.slice(-BEFORE).replace(/^\S*(?=\s)/, "");

@@ -31,6 +31,7 @@ export class State {
       k: 10, // how many sources are listed
       own: this.example.isLabeled ? 1 : 0, // whether the own share is shown
       last: 1, // whether the prompt's last token is shown
+      template: 1, // whether the chat template's own tokens are shown
       map: "", // the open map
       opacity: 80,
       gray: 1, // whether the picture is gray
@@ -93,6 +94,7 @@ export class State {
       k: COUNTS,
       own: [0, 1],
       last: [0, 1],
+      template: [0, 1],
       gray: [0, 1],
       grid: [0, 1],
       summary: [0, 1],

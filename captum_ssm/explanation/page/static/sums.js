@@ -21,12 +21,17 @@ function sumOf(view, { method, relevance, pick, against }) {
 }
 
 function hiddenOf({ example, unit }, relevance) {
-  return [...relevance.hidden].filter((part) => part <= relevance.read).map((part) => {
+  const { gone, hidden, values, everything } = relevance;
+  const size = (parts) => percent(parts.reduce((sum, part) => sum + Math.abs(values[part]), 0) / everything);
+  const read = [...hidden].filter((part) => part <= relevance.read);
+  const template = read.filter((part) => gone.has(part));
+  const sentences = read.filter((part) => !gone.has(part)).map((part) => {
     const text = example.isText ? name(example.partText(unit, part)) : example.placeName(unit, part);
-    const value = relevance.values[part];
-    const size = percent(Math.abs(value) / relevance.everything);
-    return `“${text}” (${signed(value)}, ${size} of all magnitudes) is hidden.`;
+    return `“${text}” (${signed(values[part])}, ${size([part])} of all magnitudes) is hidden.`;
   });
+  if (!template.length) return sentences;
+  const sum = signed(template.reduce((total, part) => total + values[part], 0));
+  return [...sentences, `The template (${sum}, ${size(template)} of all magnitudes) is hidden.`];
 }
 
 // Whether relevance adds up to the score, by how much it does not, and why.

@@ -2,8 +2,10 @@
 // which the browser lays out, finds and prints; near it, every part is an element with its color.
 import { brush, clamp, element, fill, hasModifier, range } from "./dom.js";
 import { cut, digits, percent } from "./format.js";
+import { Turns } from "./turns.js";
 
 const BLOCK = 128;
+const NOTHING = { before: "", body: "", after: "" };
 let panels = 0;
 
 export class TextPanel {
@@ -12,7 +14,10 @@ export class TextPanel {
     this.id = `captum-${panels++}`;
     this.unit = page.view.unit;
     this.example = page.view.example;
-    this.shapes = range(this.unit.count).map((part) => cut(this.example.partText(this.unit, part)));
+    const { gone } = panel.relevance;
+    this.shapes = range(this.unit.count).map((part) =>
+      (gone.has(part) ? NOTHING : cut(this.example.partText(this.unit, part))));
+    this.turns = new Turns(page, this.unit);
     this.box = element("div", {
       class: "text",
       role: "listbox",
@@ -59,7 +64,9 @@ export class TextPanel {
     this.panel = panel;
     for (const block of this.blocks) if (block.isFull) this.#color(block);
     const { relevance, limit } = panel;
-    const hidden = relevance.hidden.has(relevance.own)
+    const { hidden: hides, gone, own } = relevance;
+    this.turns.update(relevance);
+    const hidden = hides.has(own) && !gone.has(own)
       ? `last token hidden, ${percent(relevance.ownShare)} · ` : "";
     this.note.textContent = `${hidden}scale ±${digits(limit)}`;
     this.#showAnswer();
@@ -80,8 +87,10 @@ export class TextPanel {
     return block?.isFull ? block.parts[part % BLOCK] : null;
   }
 
+  // What is hidden altogether is nowhere.
   anchor(part) {
-    return this.element(part)?.getBoundingClientRect();
+    const node = this.element(part);
+    return node?.getClientRects().length ? node.getBoundingClientRect() : null;
   }
 
   mark(part, before) {
@@ -100,6 +109,7 @@ export class TextPanel {
     this.#fill(this.blocks[Math.floor(part / BLOCK)], true);
     const box = this.box.getBoundingClientRect();
     const place = this.anchor(part);
+    if (!place) return;
     if (place.top < box.top + 16 || place.bottom > box.bottom - 16) {
       this.box.scrollTop += place.top - box.top - box.height / 2;
     }
@@ -113,6 +123,7 @@ export class TextPanel {
     this.box.scrollTop = top;
   }
 
+  // A turn begins a line, so the space before its first part is left out.
   #fill(block, isFull) {
     if (block.isFull === isFull) return;
     block.isFull = isFull;
@@ -120,8 +131,9 @@ export class TextPanel {
     const shapes = this.shapes.slice(first, first + BLOCK);
     if (!isFull) {
       block.parts = [];
-      const texts = shapes.map(({ before, body, after }) => before + body + after);
-      block.node.textContent = texts.join("");
+      fill(block.node, shapes.map(({ before, body, after }, k) =>
+        [this.turns.label(first + k) ?? before, body + after]));
+      block.node.normalize();
       return;
     }
     block.parts = shapes.map(({ body }, k) => {
@@ -130,7 +142,8 @@ export class TextPanel {
       node.index = first + k;
       return node;
     });
-    fill(block.node, shapes.map(({ before, after }, k) => [before, block.parts[k], after]));
+    fill(block.node, shapes.map(({ before, after }, k) =>
+      [this.turns.label(first + k) ?? before, block.parts[k], after]));
     if (this.panel) this.#color(block);
   }
 
@@ -153,8 +166,9 @@ export class TextPanel {
     const [first, end] = this.unit.bounds[part];
     return [
       this.#outputs(part).length && "output",
-      relevance.hidden.has(part) && "hidden",
+      relevance.gone.has(part) ? "gone" : relevance.hidden.has(part) && "hidden",
       part > relevance.read && "unread",
+      this.turns.isTemplate(part) && "template",
       end - first === 1 && example.special.has(first) && "special",
       this.#holds(part, pick) && "first",
       other && this.#holds(part, other) && "second",
@@ -244,9 +258,14 @@ export class TextPanel {
     const { relevance } = this.panel;
     const at = this.page.pointed < 0 ? Math.max(relevance.own, 0) : this.page.pointed;
     const rank = relevance.ranks.get(this.page.pointed) ?? -1;
+    const beside = (step) => {
+      let to = at + step;
+      while (relevance.gone.has(to)) to += step;
+      return relevance.gone.has(clamp(to, 0, this.unit.count - 1)) ? at : to;
+    };
     const to = {
-      ArrowLeft: at - 1,
-      ArrowRight: at + 1,
+      ArrowLeft: beside(-1),
+      ArrowRight: beside(1),
       Home: 0,
       End: relevance.read,
       n: relevance.order[rank + 1] ?? at,

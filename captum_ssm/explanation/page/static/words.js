@@ -11,6 +11,8 @@ export const WORDS = {
   units: ["Units", "Relevance is summed over these parts of the input."],
   own: ["Last token (reads itself)", "The token that the answer is read from always reads itself, and is often the largest by far. It is hatched and not colored, so that the others can be seen; the list has its value."],
   last: ["Prompt’s last token", "The token before the first answer. Later answers often read much from it. Hides it like the token that reads itself."],
+  template: ["Template’s tokens", "What no message says: the chat template writes it around the turns, such as marks for who speaks. Hidden tokens are left out of the text, the colors and the percentages; the line under the list has their sum."],
+  turn: ["Turn", "Who says what follows, counted by role, and the share of all of its tokens that are shown. Units: Turn sums relevance over each."],
   color: ["Strongest color", "Which values get the strongest color. A lower limit shows weak sources; stronger ones then all look alike."],
   least: ["Hide below", "Sources with a smaller share are neither colored nor listed."],
   scale: ["Color scale", "Orange supports the answer, blue opposes it. Each thin line above the scale is one part of the input."],
@@ -46,6 +48,7 @@ export const MARKS = [
   ["output", "dotted line: an explained output; click it to see why"],
   ["first", "box: the answer that is explained now"],
   ["second", "dashed box: the second answer, B"],
+  ["template", "small: written by the chat template, in no message"],
   ["unread", "gray: comes later, so the model had not read it"],
 ];
 

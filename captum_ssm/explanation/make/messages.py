@@ -1,0 +1,259 @@
+"""A conversation as the model reads it: the chat template's text, and whose part is where."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from captum_ssm.capture.check_inputs import check_inputs
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.inputs import numbered, warn_of_unknown
+from captum_ssm.explanation.make.kinds import task_of
+from captum_ssm.explanation.make.questions import Setup, TextSetup, per_example
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.templates import Message, Rendering, rendered
+from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.units import Turn, Turns, belongs
+
+ANSWERS = "assistant"  # the role whose last message is the answer
+
+
+def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units: Any = None) -> Any:
+    """The conversations among what ``explain`` is given; None if there are none.
+
+    Raises:
+        TypeError: where something else is given as well.
+        ValueError: for units that need a conversation.
+    """
+    found = inputs if messages is None and _are_messages(inputs) else messages
+    if found is None and isinstance(units, str) and units == "turn":
+        raise InputError("units is 'turn', and there is no conversation; expected messages=[...].")
+    others = [value for value in (inputs, *tensors.values()) if value is not None]
+    if messages is not None and others:
+        raise TypeError(
+            "messages is given together with another input; expected one of them: "
+            "explain(model, tokenizer, messages=[...])."
+        )
+    return found
+
+
+def _are_messages(inputs: Any) -> bool:
+    if isinstance(inputs, Mapping):
+        return "role" in inputs
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        return False
+    return isinstance(inputs[0], (Mapping, list, tuple)) and _are_messages(inputs[0])
+
+
+def chat_questions(
+    setup: Setup,
+    messages: Any,
+    target: Any,
+    against: Any,
+    labels: Any,
+    asked: TextSetup,
+    is_written: bool = False,
+) -> Sequence[Answerable]:
+    """What is asked about each conversation.
+
+    The assistant's last message, or a target that is a text, is the answer; the chat template puts
+    it into the conversation, so its tokens are those that the model was trained on. A model that
+    tells classes reads the whole conversation.
+
+    Args:
+        setup (Setup): how conversations are explained.
+        messages (list): a conversation, or a list of several.
+        target, against (Any): as for ``explain``, one per conversation.
+        labels (sequence or dict of str, optional): names of classes.
+        asked (TextSetup): what is the same for all conversations, such as the tokenizer.
+        is_written (bool, optional): whether the model writes the answer. Default: False
+
+    Raises:
+        ValueError, TypeError: for what is not a conversation, and a tokenizer without a template.
+    """
+    conversations = _parse(messages)
+    _require_template(asked.tokenizer)
+    chats = [Conversation(asked.tokenizer, tuple(said)) for said in conversations]
+    B = len(chats)
+    whole = []
+    for k, chat in enumerate(chats):
+        with numbered(k, B):
+            whole.append(chat.whole())
+            check_inputs(torch.tensor([whole[-1].ids]), setup.model)
+    task = task_of(setup.model, whole[0], asked.tokenizer, labels)
+    if task.kind != "tokens":
+        return text_questions(setup, whole, target, against, labels, asked)
+    targets, others = (
+        per_example(name, given, B) for name, given in (("target", target), ("against", against))
+    )
+    questions = []
+    for k, (chat, wanted, other) in enumerate(zip(chats, targets, others, strict=True)):
+        with numbered(k, B):
+            prompt, answer, rival = chat.asked(wanted, other, is_written)
+            questions.append(TextQuestion.of(task, prompt, answer, rival, asked))
+    return questions
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, read by the tokenizer's chat template."""
+
+    tokenizer: Any
+    messages: tuple[Message, ...]
+
+    def whole(self) -> TokenizedText:
+        """All that is said, without a place for an answer."""
+        return self._marked(rendered(self.tokenizer, self.messages, False))
+
+    def asked(self, target: Any, against: Any, is_written: bool) -> tuple[TokenizedText, Any, Any]:
+        """The text before the answer, the answer if there is one, and what it is held against.
+
+        Raises:
+            InputError: for two answers, or one that the template does not put into the text.
+        """
+        if self.messages[-1]["role"] == ANSWERS:
+            _require_no_other_answer(target, is_written)
+            before = Conversation(self.tokenizer, self.messages[:-1])
+            return before.asked(self.messages[-1]["content"], against, False)
+        opened = rendered(self.tokenizer, self.messages, True)
+        prompt = self._marked(opened)
+        if isinstance(target, str):
+            prompt, target = self._answered(target, opened)
+        self._warn(opened, prompt)
+        if isinstance(against, str):
+            against = self._rival(against, opened, prompt)
+        return prompt, target, against
+
+    def _answered(self, answer: str, opened: Rendering) -> tuple[TokenizedText, TokenizedText]:
+        # The text before an answer, and the answer.
+        said = (*self.messages, {"role": ANSWERS, "content": answer})
+        whole = rendered(self.tokenizer, said, False)
+        bounds = [(start, end) for k, start, end in whole.places or [] if k == len(said) - 1]
+        tokens = whole.text.tokens
+        held = [k for k, token in enumerate(tokens) if bounds and belongs(token, *bounds[0])]
+        if not held:
+            raise InputError(
+                f"The answer is {answer!r}, and the chat template does not put it into the text as "
+                "it is; expected an answer that stands there. Pass its token ids: target=ids."
+            )
+        before = replace(whole, text=_cut(whole.text, 0, held[0]))
+        # A template may leave a message out once it is answered, such as the system's.
+        prompt = self._marked(opened if opened.messages - whole.messages else before)
+        return prompt, _cut(whole.text, held[0], held[-1] + 1)
+
+    def _warn(self, opened: Rendering, prompt: TokenizedText) -> None:
+        warn_of_unknown(self.tokenizer, prompt)
+        unmarked = opened.said - opened.messages
+        if unmarked:
+            names = ", ".join(_name(self.messages, k) for k in sorted(unmarked))
+            warnings.warn(
+                "The chat template does not put what these messages say into the text as it is, so "
+                f"their tokens are not marked as turns: {names}.",
+                UserWarning,
+                stacklevel=6,
+            )
+
+    def _rival(self, answer: str, opened: Rendering, prompt: TokenizedText) -> list[int]:
+        # Another answer after the same prompt, which may end before white space of the template.
+        before, other = self._answered(answer, opened)
+        ids, P = before.ids + other.ids, len(prompt.tokens)
+        return ids[P:] if ids[:P] == prompt.ids and len(ids) > P else other.ids
+
+    def _marked(self, rendering: Rendering) -> TokenizedText:
+        # The text with whose turn each part of it is, if that is known.
+        if rendering.places is None:
+            return rendering.text
+        L = len(self.messages)
+        speaker = _name([*self.messages, {"role": ANSWERS}], L)
+        said = [place for place in rendering.places if place[0] < L]
+        turns = tuple(Turn(_name(self.messages, k), start, end) for k, start, end in said)
+        return replace(rendering.text, turns=Turns(turns, speaker))
+
+
+def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
+    tokens = text.tokens[first:end]
+    start = tokens[0].start
+    moved = [replace(one, start=one.start - start, end=one.end - start) for one in tokens]
+    return TokenizedText(text.text[start : tokens[-1].end], tuple(moved))
+
+
+def _name(messages: Sequence[Message], index: int) -> str:
+    roles = Counter(message["role"] for message in messages[: index + 1])
+    role = messages[index]["role"]
+    return f"{role} {roles[role]}"
+
+
+# Messages, checked.
+
+
+def _parse(messages: Any) -> list[list[Message]]:
+    several = messages if isinstance(messages, (list, tuple)) else [messages]
+    if several and all(isinstance(one, (list, tuple)) for one in several):
+        found = [_conversation(one, f"messages[{k}]") for k, one in enumerate(several)]
+    else:
+        found = [_conversation(several, "messages")]
+    return found
+
+
+def _conversation(messages: Sequence[Any], name: str) -> list[Message]:
+    if not messages:
+        raise InputError(f"{name} is empty; expected at least one message.")
+    return [_message(message, f"{name}[{k}]") for k, message in enumerate(messages)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InputError(
+            f"{name} is {message!r}; expected a dict with a role and a content, such as "
+            "{'role': 'user', 'content': 'Who has the ball?'}."
+        )
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if isinstance(content, (list, tuple)):
+        content = "".join(_part(part, f"{name}['content'][{k}]") for k, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InputError(f"{name}['content'] is {content!r}; expected a text.")
+    return {**message, "content": content}
+
+
+def _part(part: Any, name: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+    if kind != "text" or not isinstance(text, str):
+        what = f"of type {kind!r}" if kind != "text" else repr(part)
+        raise InputError(
+            f"{name} is {what}; expected {{'type': 'text', 'text': ...}}, since a conversation is "
+            "explained by its text alone. Leave images and the like out."
+        )
+    return text
+
+
+def _require_template(tokenizer: Any) -> None:
+    if not callable(getattr(tokenizer, "apply_chat_template", None)):
+        raise TypeError(
+            "messages is given, and there is no tokenizer with a chat template; expected "
+            "explain(model, tokenizer, messages=[...])."
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"messages is given, and this {type(tokenizer).__name__} has no chat template; set "
+            "tokenizer.chat_template to the one that the model was trained with, or pass the text "
+            "as the model reads it: explain(model, tokenizer, text)."
+        )
+
+
+def _require_no_other_answer(target: Any, is_written: bool) -> None:
+    if target is None and not is_written:
+        return
+    other = "max_new_tokens" if is_written else "target"
+    raise InputError(
+        f"The last of messages is the {ANSWERS}'s, which is the answer to explain, and {other} is "
+        f"given as well; leave out {other}, or that message."
+    )
