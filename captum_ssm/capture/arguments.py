@@ -13,6 +13,10 @@ from torch import nn
 
 from captum_ssm.errors import InputError
 
+# How similar two names are of which one is a misspelling, by difflib: a letter that is missing from
+# "attention_mask" leaves 0.96, and "cross_attentions", another word, 0.6.
+TYPO = 0.85
+
 
 def check_names(model: nn.Module, names: Iterable[str]) -> None:
     """Refuse the names of arguments that nothing in the model reads.
@@ -36,7 +40,7 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
     for name in unknown:
         if name in known:
             continue
-        close = get_close_matches(name, known, n=1)
+        close = get_close_matches(name, known, n=1, cutoff=TYPO)
         told = f"additional_forward_args holds {name!r}, which no module of the model reads"
         if close:
             raise InputError(

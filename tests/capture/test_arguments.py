@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import build
 from models import ids, tiny
 from torch import nn
 
@@ -63,6 +64,16 @@ def test_an_argument_that_code_looks_up_is_known():
     assert not torch.equal(MambaLRP(model).attribute(READ, target=5, **given), plain)
     with pytest.raises(InputError, match="Did you mean 'keep_mask'"):
         MambaLRP(model).attribute(READ, target=5, additional_forward_args={"keepmask": mask})
+
+
+def test_another_word_is_no_misspelling():
+    """A model that takes any argument and reads no mask is told of, and still explained."""
+    model = build("xlstm")
+    given = {"additional_forward_args": {"attention_mask": torch.ones_like(READ)}}
+    plain = MambaLRP(model).attribute(READ, target=5)
+    with pytest.warns(UserWarning, match="'attention_mask', which no module of the model reads"):
+        found = MambaLRP(model).attribute(READ, target=5, **given)
+    torch.testing.assert_close(found, plain)
 
 
 def test_a_model_on_meta_is_told():
