@@ -17,6 +17,8 @@ from captum_ssm.errors import InputError
 # "attention_mask" leaves 0.96, and "cross_attentions", another word, 0.6.
 TYPO = 0.85
 
+MASK = "attention_mask"
+
 
 def check_names(model: nn.Module, names: Iterable[str]) -> None:
     """Refuse the names of arguments that nothing in the model reads.
@@ -36,7 +38,8 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
     unknown = [name for name in names if name not in parameters]
     if not unknown or not takes_any:
         return  # Python itself raises for a name that is not taken
-    known = {name for part in model.modules() for name in _read_by(part)}
+    # What is padding is read by the library itself, also where the model does not.
+    known = {name for part in model.modules() for name in _read_by(part)} | {MASK}
     for name in unknown:
         if name in known:
             continue

@@ -59,10 +59,10 @@ def load(path: str | Path) -> dict[str, Any]:
         )
     except RecursionError:
         raise ValueError(
-            f"{shown} is no JSON that can be read: it is nested too deep; {expected}."
+            f"{shown} is not JSON that can be read: it is nested too deep; {expected}."
         ) from None
     except ValueError as error:
-        raise ValueError(f"{shown} is no JSON ({printable(str(error))}); {expected}.") from error
+        raise ValueError(f"{shown} is not JSON ({printable(str(error))}); {expected}.") from error
     name = held.get("format") if isinstance(held, dict) else None
     if not str(name).startswith(f"{FORMAT}/"):
         raise ValueError(f"{shown} has the format {name!r}; {expected}.")

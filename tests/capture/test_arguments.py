@@ -1,5 +1,7 @@
 """Models and arguments that are not what they seem: methods, meta, masks and misspelt names."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from families import build
@@ -67,13 +69,15 @@ def test_an_argument_that_code_looks_up_is_known():
 
 
 def test_another_word_is_no_misspelling():
-    """A model that takes any argument and reads no mask is told of, and still explained."""
+    """A model that takes any argument and does not read this one is told of, and explained."""
     model = build("xlstm")
-    given = {"additional_forward_args": {"attention_mask": torch.ones_like(READ)}}
     plain = MambaLRP(model).attribute(READ, target=5)
-    with pytest.warns(UserWarning, match="'attention_mask', which no module of the model reads"):
-        found = MambaLRP(model).attribute(READ, target=5, **given)
-    torch.testing.assert_close(found, plain)
+    for name in ("attention_mask", "attentive"):
+        given = {"additional_forward_args": {name: torch.ones_like(READ)}}
+        told = pytest.warns(UserWarning, match="no module of the model reads")
+        with told if name != "attention_mask" else nullcontext():
+            found = MambaLRP(model).attribute(READ, target=5, **given)
+        torch.testing.assert_close(found, plain)
 
 
 def test_a_model_on_meta_is_told():

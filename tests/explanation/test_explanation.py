@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_opened_says_why(found, tmp_path):
         with pytest.raises(ValueError, match=message):
             Explanation.load(path)
     path.write_text("no json")
-    with pytest.raises(ValueError, match=r"a\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"a\.json is not JSON"):
         Explanation.load(path)
 
 
