@@ -122,4 +122,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *(module.name for module in iter_modules(__path__))})
+    own = {name for name in globals() if name.startswith("__")}
+    return sorted({*own, *__all__, *(module.name for module in iter_modules(__path__))})

@@ -38,6 +38,14 @@ from captum_ssm.utils.retry import retry_with_copies
 # Options by the names that they had before.
 RENAMED = {"stage": "grid"}
 
+# Options of Captum's own methods that these do without.
+OF_CAPTUM = {
+    "baselines": "These methods compare with no baseline: drop it.",
+    "n_steps": "These methods follow no path of steps: drop it.",
+    "attention_mask": "It is an argument of the model: additional_forward_args={'attention_mask': "
+    "mask}.",
+}
+
 
 class TokenAttribution(Attribution):
     r"""Base of the methods of this library: an attribution of one output to the input's tokens.
@@ -176,10 +184,13 @@ class TokenAttribution(Attribution):
             if new in known:
                 raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
             if name not in known and name not in RESULTS:
+                why = OF_CAPTUM.get(name) or (
+                    f"An argument of the model goes into additional_forward_args, such as "
+                    f"{{{name!r}: ...}}."
+                )
                 raise TypeError(
                     f"{self.get_name()}.attribute has no option {name!r}; expected "
-                    f"{', '.join(known) or 'no further options'}. An argument of the model goes "
-                    f"into additional_forward_args, such as {{{name!r}: ...}}."
+                    f"{', '.join(known) or 'no further options'}. {why}"
                 )
 
     @classmethod

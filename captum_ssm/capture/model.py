@@ -52,12 +52,22 @@ def with_owner(forward_func: Any, model: Any) -> tuple[Any, Any]:
     """``forward_func`` and the model that it runs: a method of a model is known to run that.
 
     A model's own ``forward`` is the model itself.
+
+    Raises:
+        TypeError: for ``generate``, which runs the model once for each token that it writes.
     """
     owner = getattr(forward_func, "__self__", None)
     if model is not None or isinstance(forward_func, nn.Module) or not is_model(owner):
         return forward_func, model
-    if getattr(forward_func, "__name__", "") == "forward":
+    name = getattr(forward_func, "__name__", "")
+    if name == "forward":
         return owner, None
+    if name == "generate":
+        raise TypeError(
+            f"forward_func is the generate of {type(owner).__name__}, which runs the model once "
+            "for each token that it writes; expected the model. explain(model, tokenizer, text, "
+            "max_new_tokens=40) explains what it writes."
+        )
     return forward_func, owner
 
 

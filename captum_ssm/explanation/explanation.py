@@ -93,6 +93,9 @@ class Explanation(ExplanationData):
             return NotImplemented
         return joined(self, other)
 
+    def __radd__(self, other: int) -> Explanation:
+        return self if other == 0 else NotImplemented  # what sum() begins with
+
     def relevance(
         self,
         method: str | None = None,

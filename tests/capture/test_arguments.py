@@ -47,6 +47,17 @@ def test_a_method_of_a_model_runs_that_model():
     torch.testing.assert_close(found, expected)
 
 
+def test_generate_is_not_the_model():
+    with pytest.raises(TypeError, match=r"generate of MambaForCausalLM.*max_new_tokens"):
+        MambaLRP(tiny().generate)
+
+
+def test_options_of_captums_methods_are_answered():
+    for name, said in {"baselines": "no baseline", "attention_mask": "forward_args="}.items():
+        with pytest.raises(TypeError, match=f"no option '{name}'.*{said}"):
+            MambaLRP(tiny()).attribute(READ, target=5, **{name: READ})
+
+
 def test_a_misspelt_argument_is_not_ignored():
     method = MambaLRP(tiny())
     mask = torch.ones_like(READ)

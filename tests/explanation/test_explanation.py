@@ -250,6 +250,7 @@ def test_joined(found, model, words):
     more = explain(model, words, "w3 w4", target="w5", methods=METHODS)
     both = found + more
     assert both.examples == found.examples + more.examples
+    assert sum([found, more]).examples == both.examples
     assert both.settings["device"] == "cpu"
     assert "target" not in both.settings
     other = explain(model, words, "w3 w4", methods={"latim": {}})
