@@ -62,7 +62,8 @@ def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
             f"{visible(one.text)!r} {one.logit if one.probability is None else one.probability:.4f}"
             for one in answers
         )
-        won = f"  ({example.validation.winner} wins removal)" if example.validation else ""
+        check = example.validation
+        won = f"  ({check.winner} wins removal)" if check and check.is_telling else ""
         print(f"line {line}: {visible(example.name)}  ->  {told}{won}")
     summary = explanation.mean()
     for method in explanation.methods:

@@ -62,6 +62,8 @@ class Explanation(ExplanationData):
         if len(checks) == 1:
             (check,) = checks
             beaten, N = check.beaten(check.winner), len(check.random)
+            if not check.is_telling:
+                return "; removal says little here"
             return f"; {check.winner} wins removal, better than {beaten} of {N} random orders"
         wins = Counter(check.winner for check in checks).most_common()
         told = ", ".join(f"{name} {count}" for name, count in wins)

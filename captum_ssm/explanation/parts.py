@@ -207,6 +207,17 @@ class Validation:
         areas = self.areas
         return min(areas, key=lambda name: areas[name])
 
+    @property
+    def falls(self) -> bool:
+        """Whether the score falls at all, by a tenth, once everything is removed."""
+        first, *_, last = self.random.mean(0)
+        return bool(first - last > 0.1 * abs(first))
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the winner's score falls faster than by four of five random orders."""
+        return self.beaten(self.winner) >= 0.8 * len(self.random)
+
     def beaten(self, method: str) -> int:
         """How many of the random orders have a larger area than a method."""
         return int((_area(self.random, self.shares) > self.areas[method]).sum())

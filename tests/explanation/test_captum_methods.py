@@ -10,6 +10,7 @@ from vision_models import vim
 from captum_ssm import MambaLRP, explain
 from captum_ssm.explanation.make.captum_methods import NAMED
 from captum_ssm.explanation.make.methods import method_names
+from captum_ssm.explanation.make.removal import Replacement
 
 TEXT = "w3 w4 w5 w6 w7"
 IDS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -77,12 +78,19 @@ def test_the_delta_is_the_score_above_the_baseline_minus_the_sum(model, words):
     table = model.get_input_embeddings()
     with torch.no_grad():
         whole = logit_of(model)(IDS)
-        hook = table.register_forward_hook(lambda module, args, output: 0 * output)
+        other = table(torch.full_like(IDS, Replacement.of(words).token))
+        hook = table.register_forward_hook(lambda module, args, output: other)
         change = whole - logit_of(model)(IDS)
         hook.remove()
     missing = change - float(example.relevance["integrated-gradients"][0].sum())
     assert abs(float(missing) - example.deltas["integrated-gradients"][0]) < 1e-4
     assert not explained.methods[0].adds_up
+
+
+def test_a_path_of_too_few_steps_is_told(model, words):
+    methods = {"integrated-gradients": {"n_steps": 1}}
+    with pytest.warns(UserWarning, match=r"with 1 steps it does not follow.*'n_steps': 4"):
+        explain(model, words, TEXT, target="w8", methods=methods)
 
 
 def test_contrasts_and_positions(model, words):
@@ -178,6 +186,8 @@ def test_what_cannot_be_a_row_says_why(methods, message, model, words):
         explain(model, words, TEXT, methods=methods(model))
 
 
+# Its routers of experts jump on the path.
+@pytest.mark.filterwarnings("ignore:Integrated Gradients adds up to")
 def test_a_hybrid():
     explained = explain(build("jamba"), IDS, methods=["integrated-gradients", "occlusion"])
     assert all(abs(explained.relevance(m.name)).max() > 0 for m in explained.methods)

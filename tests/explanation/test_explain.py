@@ -475,3 +475,13 @@ def test_other_bad_calls(model, tokenizer):
         explain(vim(), image, labels=["cat"])
     with pytest.raises(InputError, match="to have 3 channels, but got 1"):
         explain(vim(), torch.rand(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("targt", "target="), ("max_tokens", "max_new_tokens="), ("method", "methods="), ("zzz", "")],
+)
+def test_an_option_that_it_does_not_have_is_answered_with_the_closest(model, name, meant):
+    with pytest.raises(TypeError, match=f"explain has no option '{name}'") as raised:
+        explain(model, None, torch.tensor([3, 4]), **{name: 1})
+    assert (f"Did you mean {meant}?" in str(raised.value)) == bool(meant)

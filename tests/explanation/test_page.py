@@ -1,7 +1,6 @@
 """The page in a real browser: what people see, click and press. Chromium by Playwright."""
 
 import io
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,21 +12,8 @@ from folders import TESTS
 
 from captum_ssm.explanation.page import page_html, widget
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("there is no chromium to open pages with", allow_module_level=True)
-
 GOLDEN = TESTS / "golden"
 STRONGEST_FOR, STRONGEST_AGAINST = "rgb(185, 84, 11)", "rgb(31, 102, 168)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @dataclass

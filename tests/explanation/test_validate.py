@@ -81,6 +81,16 @@ def test_areas():
     assert (validation.winner, validation.beaten("a"), validation.beaten("b")) == ("a", 2, 0)
 
 
+def test_what_says_little_is_said_to():
+    shares, fast, slow = (0.0, 0.5, 1.0), np.array([1.0, 0.2, 0.0]), np.array([1.0, 1.0, 0.9])
+    falling = np.array([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]])
+    one = Validation("logit", "by <unk>", shares, {"a": fast}, falling)
+    assert one.is_telling
+    assert one.falls
+    assert not Validation("logit", "by <unk>", shares, {"a": slow}, falling).is_telling
+    assert not Validation("logit", "by <unk>", shares, {"a": fast}, np.ones((2, 3))).falls
+
+
 def test_a_text_of_one_token_has_nothing_to_remove(model):
     assert explain(model, torch.tensor([3]), validate=True).examples[0].validation is None
     assert explain(model, torch.tensor([3, 4])).examples[0].validation is None

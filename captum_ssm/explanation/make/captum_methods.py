@@ -8,6 +8,7 @@ the input itself. Captum's method stays as it is: a copy of it is given another 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -52,6 +53,7 @@ RULES_OF_MODULES = (
     captum_attr.LayerDeepLift,
     captum_attr.LayerLRP,
 )
+MISSED = 0.1  # of a score, from which on a path of so few steps is said to miss it
 BATCH = 16  # inputs that the model is given at a time, of methods that let one choose
 WINDOW = 3  # parts along each axis that an occlusion removes
 GIVEN = ("self", "inputs", "target", "additional_forward_args", "return_convergence_delta")
@@ -182,8 +184,9 @@ class CaptumRows:
             options.setdefault("internal_batch_size", BATCH)
         if "baselines" in takes:
             baseline = options.pop("baselines", None)
-            name = "zero embeddings" if is_text else "zero"
-            if table is not None and (as_index(baseline) is not None or baseline in SPECIAL):
+            name = "zero"
+            is_token = as_index(baseline) is not None or baseline in (None, *SPECIAL)
+            if table is not None and is_token:
                 token = Replacement.of(self.tokenizer, baseline)
                 baseline = table(torch.full_like(inputs, token.token)).detach()
                 name = f"the embedding of {token.name}"
@@ -248,7 +251,30 @@ class CaptumRows:
             relevance.append(row.detach().float())
             if delta is not None:  # Captum's is the sum of relevance minus the score
                 deltas.append(-delta.detach().float().mean())
-        return torch.cat(relevance), torch.stack(deltas) if deltas else None
+        rows = torch.cat(relevance)
+        if not deltas:
+            return rows, None
+        self._warn_of_deltas(rows, torch.stack(deltas))
+        return rows, torch.stack(deltas)
+
+    def _warn_of_deltas(self, rows: Tensor, deltas: Tensor) -> None:
+        # A path of few steps misses the score, and then its shares are not right either.
+        if "n_steps" not in inspect.signature(self.inner.attribute).parameters:
+            return
+        sums = rows.flatten(1).sum(1)
+        row = int((deltas.abs() / (sums + deltas).abs().clamp(min=1e-6)).argmax())
+        score = float(sums[row] + deltas[row])
+        if abs(float(deltas[row])) <= MISSED * abs(score):
+            return
+        steps = self.options.get("n_steps", 50)
+        warnings.warn(
+            f"{self.title} adds up to {float(sums[row]):.3g}, and the score minus that at the "
+            f"baseline is {score:.3g}: with {steps} steps it does not follow its path closely "
+            "enough (or the model jumps on it, as routers of experts do). Options of a method go "
+            f"into a dict, methods={{'integrated-gradients': {{'n_steps': {4 * steps}}}}}.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _run(self, inputs: Tensor) -> Tensor:
         self.forwards += len(inputs)

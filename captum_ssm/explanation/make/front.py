@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,9 +33,31 @@ from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
 
+# Options by the names that people try.
+ELSEWHERE = {"text": "inputs=", "max_tokens": "max_new_tokens=", "method": "methods="}
 PACKAGES = ("torch", "captum", "transformers", "numpy")
 
 
+def _suggesting(function: Any) -> Any:
+    # A keyword that the function does not have is answered with the closest that it has.
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: Any, **named: Any) -> Any:
+        for name in named:
+            if name not in known:
+                close = get_close_matches(name, [*known, *ELSEWHERE], n=1)
+                meant = f" Did you mean {ELSEWHERE.get(close[0], close[0] + '=')}?" if close else ""
+                raise TypeError(
+                    f"explain has no option {name!r}.{meant} Options of a method go into a dict: "
+                    "methods={'latim': {'aggregation': 'l2'}}."
+                )
+        return function(*args, **named)
+
+    return checked
+
+
+@_suggesting
 @workspace()
 def explain(
     model: Any,

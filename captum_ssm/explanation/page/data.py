@@ -92,6 +92,8 @@ def _validation(check: Validation | None) -> dict[str, Any] | None:
         "areas": {name: _number(area) for name, area in check.areas.items()},
         "beaten": {name: check.beaten(name) for name in check.curves},
         "orders": len(check.random),
+        "falls": check.falls,
+        "telling": check.is_telling,
     }
 
 

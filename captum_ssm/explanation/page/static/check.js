@@ -85,12 +85,14 @@ function verdict(check, methods, example) {
   const [best] = methods;
   const beaten = check.beaten[best.name];
   const part = example.isText ? "token" : "part";
+  const name = visible(best.title);
+  const [first, last] = [check.random[0], check.random.at(-1)].map(plain);
+  const end = check.falls ? "" : ` With every ${part} replaced it is ${last}, and with none ${first}: what is left holds the score, too.`;
+  if (!check.telling) {
+    return `This check says little here: ${check.orders - beaten} of ${check.orders} random orders lower the ${check.score} as fast as ${name}, the fastest method.${end}`;
+  }
   const order = `replacing ${methods.length > 1 ? "its" : "the"} most relevant ${part}s first`;
   const who = methods.length > 1
-    ? `${visible(best.title)} finds best what the model reads here: ${order}`
-    : `By ${visible(best.title)}, ${order}`;
-  const end = `${who} leaves a mean ${check.score} of ${plain(check.areas[best.name])}; random orders leave ${plain(check.area)}.`;
-  if (beaten === check.orders) return end;
-  const others = check.orders - beaten;
-  return `${end} But ${others} of ${check.orders} random orders leave no more, so this says little.`;
+    ? `${name} finds best what the model reads here: ${order}` : `By ${name}, ${order}`;
+  return `${who} leaves a mean ${check.score} of ${plain(check.areas[best.name])}; random orders leave ${plain(check.area)}.${end}`;
 }

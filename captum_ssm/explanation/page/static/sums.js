@@ -36,6 +36,7 @@ function hiddenOf({ example, unit }, relevance) {
 
 // Whether relevance adds up to the score, by how much it does not, and why.
 function balance({ example, unit }, method, relevance, pick, against) {
+  if (!method.adds_up && relevance.score !== null) return ofBaseline(relevance);
   if (!method.adds_up) {
     const isDifference = against >= 0 && !relevance.isDirect;
     return `${visible(method.title)} does not add up to the ${isDifference
@@ -55,4 +56,12 @@ function balance({ example, unit }, method, relevance, pick, against) {
   const place = share < LITTLE ? "" : `is given to no ${unit.name}: it `;
   const much = share > 1 ? "" : ` (${percent(share)})`; // of a score near zero it tells nothing
   return `${said} The missing ${signed(rest)}${much} ${place}comes from ${why}.`;
+}
+
+// Methods that compare with a baseline add up to what the score has above it, where they do.
+function ofBaseline({ sum, score }) {
+  const off = Math.abs(score - sum) / (Math.abs(score) || 1);
+  const said = `All relevance adds up to ${signed(sum)}; the score minus that at the baseline is ${signed(score)}.`;
+  if (off < 0.01) return said;
+  return `${said} The method misses ${off > 1 ? "more than all" : percent(off)} of it, so its shares are not exact either: more steps (n_steps) bring the two together.`;
 }

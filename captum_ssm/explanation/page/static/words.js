@@ -42,8 +42,8 @@ export const WORDS = {
 
 // Marks in the input itself, drawn as they look.
 export const MARKS = [
-  ["for", "supports the answer: without it, its score would be lower"],
-  ["against", "opposes the answer"],
+  ["for", "supports the answer, by the method that is chosen: its share of the score is positive"],
+  ["against", "opposes the answer: its share is negative"],
   ["hidden", "hatched: hidden from the colors, because it would outshine the rest"],
   ["output", "dotted line: an explained output; click it to see why"],
   ["first", "box: the answer that is explained now"],
