@@ -42,7 +42,7 @@ notebooks: export HF_HUB_OFFLINE = 1
 notebooks: $(STAMP)
 	$(BIN)/python tutorials/run_notebooks.py $(NOTEBOOKS)
 
-# Of the package as it is installed from a wheel, and with the notebooks' committed outputs, which a
+# The pages are of the package as a wheel installs it, and with the notebooks' committed outputs, which a
 # run of the notebooks checks.
 docs: $(STAMP)
 	rm -rf build docs/_build/site

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from _training import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -57,3 +58,26 @@ def save_portably(
     settings = json.loads(path.read_text())
     settings.pop("time_step_limit", None)  # infinite by default, which is written in two ways
     path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def save_and_judge(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    evaluate: Callable[[PreTrainedModel], dict[str, Any]],
+    card: Callable[[dict[str, Any]], str],
+) -> None:
+    """Save, and judge what was written, on the code that others will run, not what is in memory.
+
+    Args:
+        model, tokenizer: what was trained.
+        directory (Path): of the checkpoint; its metrics and its card are written next to it.
+        evaluate (Callable): takes the model as it was saved to its metrics.
+        card (Callable): takes these to the text of the README.md.
+    """
+    save_portably(model, tokenizer, directory)
+    saved = type(model).from_pretrained(directory, local_files_only=True).eval()
+    metrics = evaluate(saved)
+    print(metrics)
+    (directory / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    (directory / "README.md").write_text(card(metrics))

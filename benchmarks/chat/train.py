@@ -11,7 +11,6 @@ card and its measured accuracy.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
-    AutoModelForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -46,7 +44,7 @@ from captum_ssm.examples.chat import (
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
 from _training import about_run, fit, options, size_of, slow_rates, table
-from _words import save_portably, word_tokenizer
+from _words import save_and_judge, word_tokenizer
 
 SETTINGS = {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "time_step_min": 0.01}
 QUESTIONS = 0.1  # the weight of words that are not an answer's
@@ -169,13 +167,13 @@ def main() -> None:
     model = build(args.seed)
     with fast_scan():
         seconds = train(model, args)
-    save_portably(model, make_tokenizer(), args.output)
-    loaded = AutoModelForCausalLM.from_pretrained(args.output).eval()
-    metrics = {"chats": args.chats, "accuracy": accuracy(loaded, args.chats)}
-    print(metrics)
-    (args.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-    card = model_card(metrics, args, seconds, size_of(model))
-    (args.output / "README.md").write_text(card)
+    save_and_judge(
+        model,
+        make_tokenizer(),
+        args.output,
+        lambda saved: {"chats": args.chats, "accuracy": accuracy(saved, args.chats)},
+        lambda metrics: model_card(metrics, args, seconds, size_of(model)),
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ with a fixed ``--threads`` on one machine; other machines round differently and 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ import transformers
 from story_accuracy import accuracy
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from captum_ssm.examples.stories import (
     KINDS,
@@ -42,7 +41,7 @@ from captum_ssm.examples.stories import (
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
 from _training import about_run, fit, options, parsed, size_of, slow_rates, table
-from _words import save_portably, word_tokenizer
+from _words import save_and_judge, word_tokenizer
 
 SHORTEST_LESSON = 24
 LESSONS = 0.3
@@ -230,17 +229,14 @@ def main() -> None:
     # The others are fast enough as they are, and train with every release of transformers.
     with fast_scan() if args.architecture in ("mamba", "rwkv") else nullcontext():
         seconds = train(model, args)
-    save_portably(model, word_tokenizer(WORDS, UNKNOWN, PADDING), args.output)
-    # Judge what was written, on the code that others will run, not the model in memory.
-    model = AutoModelForCausalLM.from_pretrained(args.output, local_files_only=True).eval()
-    metrics = {
-        "people": args.people,
-        "stories": args.stories,
-        "accuracy": accuracy(model, args.stories, args.people),
-    }
-    print(metrics)
-    (args.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-    (args.output / "README.md").write_text(model_card(model, metrics, args, seconds))
+    counts = {"people": args.people, "stories": args.stories}
+    save_and_judge(
+        model,
+        word_tokenizer(WORDS, UNKNOWN, PADDING),
+        args.output,
+        lambda saved: counts | {"accuracy": accuracy(saved, args.stories, args.people)},
+        lambda metrics: model_card(model, metrics, args, seconds),
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ layer is softmax attention, with its tokenizer, labels, model card and measured 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterable
@@ -38,7 +37,7 @@ from captum_ssm.examples.reviews import (
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _training import about_run, fit, options, size_of, slow_rates, table
-from _words import save_portably, word_tokenizer
+from _words import save_and_judge, word_tokenizer
 
 SETTINGS = {
     "hidden_size": 32,
@@ -169,13 +168,13 @@ def main() -> None:
     transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
     model = build(args.seed)
     seconds = train(model, args)
-    save_portably(model, word_tokenizer(WORDS, UNKNOWN, PADDING), args.output)
-    loaded = JambaForSequenceClassification.from_pretrained(args.output).eval()
-    metrics = {"reviews": args.reviews, "accuracy": accuracy(loaded, args.reviews)}
-    print(metrics)
-    (args.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-    card = model_card(metrics, args, seconds, size_of(model))
-    (args.output / "README.md").write_text(card)
+    save_and_judge(
+        model,
+        word_tokenizer(WORDS, UNKNOWN, PADDING),
+        args.output,
+        lambda saved: {"reviews": args.reviews, "accuracy": accuracy(saved, args.reviews)},
+        lambda metrics: model_card(metrics, args, seconds, size_of(model)),
+    )
 
 
 if __name__ == "__main__":

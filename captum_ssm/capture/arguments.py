@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from types import CodeType
 from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
 from captum_ssm.errors import InputError
+from captum_ssm.utils.suggestions import did_you_mean
 
 # How similar two names are of which one is a misspelling, by difflib: a letter that is missing from
 # "attention_mask" leaves 0.96, and "cross_attentions", another word, 0.6.
@@ -43,13 +43,10 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
     for name in unknown:
         if name in known:
             continue
-        close = get_close_matches(name, known, n=1, cutoff=TYPO)
+        meant = did_you_mean(name, known, TYPO)
         told = f"additional_forward_args holds {name!r}, which no module of the model reads"
-        if close:
-            raise InputError(
-                f"{told}; {type(model).__name__} would take it and ignore it. Did you mean "
-                f"{close[0]!r}?"
-            )
+        if meant:
+            raise InputError(f"{told}; {type(model).__name__} would take it and ignore it.{meant}")
         warnings.warn(
             f"{told}, so {type(model).__name__} most likely ignores it.", UserWarning, stacklevel=2
         )

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from captum_ssm import __version__
+from captum_ssm.utils.suggestions import closest
 
 COMMANDS = {
     "explain": "Show which tokens, or parts of an image, support or oppose a prediction.",
@@ -61,10 +62,8 @@ def plain(name: str) -> str:
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A suggestion; empty where nothing is close."""
-    from difflib import get_close_matches  # only where something is wrong
-
-    (*close,) = get_close_matches(given.lower().replace("_", "-"), list(known), n=1)
-    return f"Did you mean {close[0]}?" if close else ""
+    near = closest(given.lower().replace("_", "-"), known)
+    return "" if near is None else f"Did you mean {near}?"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from captum_ssm.utils.suggestions import did_you_mean
 from captum_ssm.utils.transformers_advice import without_advice
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -48,8 +48,7 @@ def folder(name: str) -> Path:
         ['model.safetensors', 'sample.safetensors']
     """
     if name not in _LOADERS:
-        near = difflib.get_close_matches(str(name).lower().replace("_", "-"), _LOADERS, 1, 0.5)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(str(name).lower().replace("_", "-"), _LOADERS, 0.5)
         raise ValueError(f"no example is named {name!r}; expected one of {names()}.{meant}")
     return DATA / name
 

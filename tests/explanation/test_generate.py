@@ -34,7 +34,7 @@ def answer_ids(explanation, example=0):
 
 
 def assert_same(first, second):
-    """The same tokens, predictions and relevance, to the last bit."""
+    """Tokens, predictions and relevance are equal, to the last bit."""
     (a,), (b,) = first.examples, second.examples
     assert a.tokens == b.tokens
     assert (a.prompt, a.outputs) == (b.prompt, b.outputs)

@@ -740,7 +740,7 @@ def test_a_long_series_shows_the_strongest_step_of_each_pixel(opened):
     drawing.focus()
     tab.keyboard.press("n")
     assert "number 7, step 1501" in tab.locator(".tip").inner_text()
-    # The same step is found under the pointer, among its neighbors of the same pixel.
+    # One step is found under the pointer, among its neighbors of the same pixel.
     anchor = tab.locator(".tip").bounding_box()
     tab.mouse.move(0, 0)
     lane = (box["height"] - 22) / 20

@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +31,7 @@ from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
+from captum_ssm.utils.suggestions import closest
 
 # Options by the names that people try.
 ELSEWHERE = {"text": "inputs=", "max_tokens": "max_new_tokens=", "method": "methods="}
@@ -46,8 +46,8 @@ def _suggesting(function: Any) -> Any:
     def checked(*args: Any, **named: Any) -> Any:
         for name in named:
             if name not in known:
-                close = get_close_matches(name, [*known, *ELSEWHERE], n=1)
-                meant = f" Did you mean {ELSEWHERE.get(close[0], close[0] + '=')}?" if close else ""
+                near = closest(name, [*known, *ELSEWHERE])
+                meant = f" Did you mean {ELSEWHERE.get(near, f'{near}=')}?" if near else ""
                 raise TypeError(
                     f"explain has no option {name!r}.{meant} Options of a method go into a dict: "
                     "methods={'latim': {'aggregation': 'l2'}}."
@@ -232,7 +232,8 @@ def explain(
     else:
         own = None if is_tokenizer(tokenizer) else tokenizer
         found = given(setup.model, image, own if processor is None else processor, mean, std)
-        setup.notes.extend([found.note] if found.note else [])
+        if found.note:
+            setup.note(found.note)
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
     with showing(None if show_progress else False):

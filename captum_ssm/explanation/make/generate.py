@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.reading import read_ids
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.suggestions import did_you_mean
 
 # The text is given by ``explain``, and one answer to it is explained.
 OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask")
@@ -175,11 +175,10 @@ def _require_known(options: Mapping[str, Any], known: set[str], takes_any: bool)
             )
         if name in known or takes_any:
             continue
-        near = get_close_matches(name, known, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(
-            f"generation holds {name!r}, which the model's generate does not know.{meant} Expected "
-            "its options, such as do_sample, temperature or eos_token_id."
+            f"generation holds {name!r}, which the model's generate does not know."
+            f"{did_you_mean(name, known)} Expected its options, such as do_sample, temperature or "
+            "eos_token_id."
         )
 
 

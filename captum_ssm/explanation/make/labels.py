@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 
 from captum_ssm.errors import TargetError
 from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.suggestions import did_you_mean
 
 MOST_NAMED = 20  # in a message
 
@@ -61,8 +61,7 @@ def class_of(name: str, wanted: Any, labels: Sequence[str]) -> int | None:
         if len(found) == 1:
             return found[0]
         several = f", which is the name of the classes {', '.join(map(str, found))}"
-        close = get_close_matches(wanted, labels, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(wanted, labels)
         raise _unknown(name, repr(wanted) + (several if found else ""), labels, hint)
     index = as_index(wanted)
     if index is None or not -len(labels) <= index < len(labels):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from captum.attr import Attribution
@@ -15,6 +14,7 @@ from captum_ssm.attr import methods as token_methods
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.explanation.make.captum_methods import NAMED, CaptumRows, options_of
 from captum_ssm.explanation.make.rows import RowSource, TokenRows
+from captum_ssm.utils.suggestions import did_you_mean
 
 ALL = "all"
 
@@ -79,8 +79,7 @@ def _made(item: Any, model: Any, memory_limit: int | None) -> tuple[Attribution,
     if item in NAMED:
         return NAMED[item](model), item
     known = method_names()
-    close = get_close_matches(_with_hyphens(str(item)), known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(_with_hyphens(str(item)), known)
     raise ValueError(
         f"methods holds {item!r}; expected one or several of {', '.join(known)}, or one of "
         f"Captum's methods made with the model.{hint}"

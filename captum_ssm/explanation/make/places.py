@@ -130,7 +130,7 @@ class _Answers:
         return (self.starts[:, None] + self._windows(self.ends, -torch.inf)).flatten()
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """That of the start times that of the end, as pipelines of transformers have it."""
+        """The start's probability times the end's, as pipelines of transformers have it."""
         starts, ends = self.starts.softmax(0), self.ends.softmax(0)
         return (starts[:, None] * self._windows(ends, 0.0)).flatten()
 

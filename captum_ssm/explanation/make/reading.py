@@ -171,7 +171,7 @@ def positions_in(position: Any, P: int) -> list[int] | None:
     """The tokens that are asked about, of P; None where no single ones are.
 
     Raises:
-        TypeError: for what is no position.
+        TypeError: for what is not a position.
         InputError: for one outside the text.
     """
     if position is None or is_all(position):
