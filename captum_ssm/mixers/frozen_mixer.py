@@ -202,6 +202,15 @@ class FrozenMixer:
         """The scans that the mixer adds up, each with its order of the tokens and its weight."""
         return [(self, None, 1.0)]
 
+    def with_row_factors(self, factors: Sequence[Tensor]) -> FrozenMixer:
+        """This mixer, whose unified maps have other row factors than gate and norm.
+
+        Args:
+            factors (sequence of Tensor): for each of :meth:`scans_in_order`, ``(B, L, D)``, in its
+                order.
+        """
+        return replace(self, gate=factors[0], norm=None)
+
     def mix(self, values: Tensor) -> Tensor:
         """The recurrence applied to ``values (B, L, D)``, plus the skip: ``(B, L, D)``."""
         y = self.recurrence.matvec(values)
