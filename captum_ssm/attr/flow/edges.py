@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.edge import Edge
-from captum_ssm.attr.flow.layer_edges import LayerEdges
+from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
 from captum_ssm.attr.flow.stream import BlockNodes
 from captum_ssm.capture.frozen_model import exact_arithmetic
 from captum_ssm.utils.integers import as_index
 
 RANKINGS = ("size", "signed")
-# Tiles of rows of so many entries are ranked at a time.
-_TILE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +27,8 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         score (Tensor): ``(B,)``, what is explained.
         relevance (Any): of the inputs, in their shape, as :class:`~captum_ssm.attr.MambaLRP`
             returns it; None for the rules that do not propagate it.
-        blocks (dict of str to BlockNodes): the residual stream around each block that holds
-            mixers, by the block's path.
+        blocks (list of BlockNodes): the residual stream around each block that holds mixers.
+        steps (list of list of int): the mixers' indices, those side by side together.
         rule (str): ``"lrp"``, ``"gradient"`` or ``"integrated"``.
         formulation (str): ``"hidden"`` or ``"unified"``.
 
@@ -41,14 +39,15 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
         >>> edges["backbone.layers.0.mixer"].matrix().shape
         torch.Size([1, 7, 7])
-        >>> [edge.layer for edge in edges.top(1)]
-        ['backbone.layers.1.mixer']
+        >>> edges.top(1)[0].target
+        6
     """
 
     layers: dict[str, LayerEdges]
     score: Tensor
     relevance: Any
-    blocks: dict[str, BlockNodes] = field(repr=False)
+    blocks: list[BlockNodes] = field(repr=False)
+    steps: list[list[int]] = field(repr=False)
     rule: str
     formulation: str
 
@@ -57,7 +56,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         if index is not None and -len(self.layers) <= index < len(self.layers):
             return list(self.layers.values())[index]
         if layer in self.layers:
-            return self.layers[layer]  # type: ignore[index]
+            return self.layers[layer]
         raise KeyError(
             f"layer is {layer!r}; expected an index from 0 to {len(self.layers) - 1}, or one of "
             f"{', '.join(self.layers)}."
@@ -118,51 +117,26 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
             named = [layers] if isinstance(layers, (int, str)) else list(layers)
             chosen = [self[name] for name in named]
         with exact_arithmetic():
-            ranked = [_ranked(layer, k, by, between) for layer in chosen]
+            ranked = [layer.ranking(k, by, between=between) for layer in chosen]
         B = len(self.score)
         return [
             Edge(layer, i, j, value, example=None if B == 1 else example)
             for example in range(B)
-            for value, layer, i, j in _merged(ranked, chosen, example, k)
+            for value, layer, i, j in _merged(ranked, chosen, example, k, by)
         ]
 
 
 def _merged(
-    ranked: Sequence[tuple[Tensor, Tensor, Tensor]],
+    ranked: Sequence[Ranking],
     layers: Sequence[LayerEdges],
     example: int,
     k: int,
+    by: str,
 ) -> list[tuple[float, str, int, int]]:
     entries = [
         (value, layer.name, i, j)
         for layer, parts in zip(layers, ranked, strict=True)
-        for value, i, j in zip(*(part[example].tolist() for part in parts), strict=True)
-        if value != 0
+        for value, i, j in zip(*(part[example].tolist() for part in parts[:3]), strict=True)
+        if value != 0 and (by == "size" or value > 0)
     ]
     return sorted(entries, key=lambda entry: -abs(entry[0]))[:k]
-
-
-def _ranked(layer: LayerEdges, k: int, by: str, between: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # The k largest edges of a layer: relevance, target and source, (B, k') each.
-    operator = layer.operator
-    B, L = operator.batch, operator.length
-    step = max(1, _TILE // (B * L))
-    live = (layer.out != 0).any(0)
-    found = []
-    for start in range(0, L, step):
-        stop = min(L, start + step)
-        if not bool(live[start:stop].any()):
-            continue
-        tile = layer.tile(start, stop)
-        if between:
-            tile.diagonal(start, 1, 2).zero_()
-        size = tile.abs() if by == "size" else tile.clamp(min=0)
-        at = size.flatten(1).topk(min(k, size[0].numel()), 1).indices
-        found.append((tile.flatten(1).gather(1, at), start + at // L, at % L))
-    if not found:
-        none = torch.zeros(B, 0)
-        return none, none.long(), none.long()
-    values, targets, sources = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    values = values if by == "size" else values.clamp(min=0)
-    best = values.abs().topk(min(k, values.shape[1]), 1).indices
-    return values.gather(1, best), targets.gather(1, best), sources.gather(1, best)

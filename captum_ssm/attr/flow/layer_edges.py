@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from captum_ssm.attr.flow.activations import Activations
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.frozen_mixer import COMPONENTS
+from captum_ssm.mixers.components import COMPONENTS
 from captum_ssm.operators import (
     PermutedOperator,
     SoftmaxOperator,
@@ -20,6 +21,27 @@ from captum_ssm.operators import (
 )
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.lazy import cached_property
+
+# Tiles of rows of so many entries are ranked at a time.
+_TILE = 1 << 22
+
+
+class Ranking(NamedTuple):
+    """The largest edges of a mixer, and what all of its edges say of its tokens.
+
+    Args:
+        values, targets, sources (Tensor): ``(B, k)``, the edges, the largest first.
+        own (Tensor): ``(B, L)``, what each token reads from itself.
+        positive (Tensor): ``(B, L)``, the sum of all positive ranked edges into each token.
+        total (Tensor): ``(B,)``, the size of all ranked edges.
+    """
+
+    values: Tensor
+    targets: Tensor
+    sources: Tensor
+    own: Tensor
+    positive: Tensor
+    total: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,14 @@ class LayerEdges:
         formulation (str): ``"hidden"`` or ``"unified"``.
         kind (str): ``"attention"`` for softmax attention, else ``"recurrence"``.
         heads_count (int): M, the number of the mixer's maps.
+
+    Examples::
+
+        >>> layer = RelevanceFlow(model).edges(input_ids, target=5)["backbone.layers.1.mixer"]
+        >>> layer.rows(torch.tensor([6])).shape, layer.kind
+        (torch.Size([1, 1, 7]), 'recurrence')
+        >>> bool(layer.error.abs().max() < 1e-5)
+        True
     """
 
     name: str
@@ -116,6 +146,40 @@ class LayerEdges:
         """What the edges out of each token carry, ``(B, L)``, in time linear in L."""
         ones = torch.ones_like(self.out)
         return self.operator.rmatvec(ones, "mean") * self.operator.channels
+
+    def ranking(self, k: int, by: str = "size", *, between: bool = False) -> Ranking:
+        """The k largest edges, found a tile of rows at a time.
+
+        Args:
+            k (int): how many, at most.
+            by (str, optional): ``"size"``, or ``"signed"``: only positive ones, the largest first.
+                Default: ``"size"``
+            between (bool, optional): leave out what tokens read from themselves. Default: False
+        """
+        B, L = self.operator.batch, self.operator.length
+        step, live = max(1, _TILE // (B * L)), (self.out != 0).any(0)
+        own, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
+        found, total = [], torch.zeros_like(self.out[:, 0])
+        for start in range(0, L, step):
+            stop = min(L, start + step)
+            if not bool(live[start:stop].any()):
+                continue
+            tile = self.tile(start, stop)
+            own[:, start:stop] = tile.diagonal(start, 1, 2)
+            if between:
+                tile.diagonal(start, 1, 2).zero_()
+            positive[:, start:stop] = tile.clamp(min=0).sum(2)
+            total += tile.abs().sum((1, 2))
+            size = (tile.abs() if by == "size" else tile.clamp(min=0)).flatten(1)
+            best, at = size.topk(min(k, size.shape[1]), 1)
+            found.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
+        if not found:
+            none = self.out[:, :0]
+            return Ranking(none, none.long(), none.long(), own, positive, total)
+        size, *parts = (torch.cat(part, 1) for part in zip(*found, strict=True))
+        at = size.topk(min(k, size.shape[1]), 1).indices
+        values, targets, sources = (part.gather(1, at) for part in parts)
+        return Ranking(values, targets, sources, own, positive, total)
 
     @property
     def error(self) -> Tensor:
@@ -196,6 +260,27 @@ def layer_edges(
         formulation,
         "attention" if isinstance(scan.recurrence, SoftmaxOperator) else "recurrence",
         scan.recurrence.maps,
+    )
+
+
+def mean_of(runs: Sequence[LayerEdges]) -> LayerEdges:
+    """The mean of one mixer's edges over several runs."""
+    share = 1 / len(runs)
+    factor = torch.full_like(runs[0].out, share)[..., None]
+    factor = factor.expand(*runs[0].out.shape, runs[0].operator.channels)
+    operator = SumOperator(tuple(run.operator.scaled(factor, None) for run in runs))
+
+    def mean(of: Callable[[LayerEdges], Tensor]) -> Tensor:
+        return share * sum_of([of(run) for run in runs])
+
+    return replace(
+        runs[0],
+        operator=operator,
+        out=mean(lambda run: run.out),
+        skip=mean(lambda run: run.skip),
+        gate=mean(lambda run: run.gate),
+        bias=mean(lambda run: run.bias),
+        drawn=mean(lambda run: run.drawn),
     )
 
 
