@@ -165,8 +165,8 @@ class TokenOperator(ABC):
             added = added.convolved(conv)
         return _composed.SumOperator((composed, added))
 
-    def with_taps(self, taps: Tensor) -> TokenOperator | None:
-        """``alpha conv`` as one operator, where one computes causal taps ``(D, K)`` too."""
+    def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator | None:
+        """``alpha conv diag(right)`` as one operator, if it computes causal taps ``(D, K)`` too."""
         return None
 
     def detach(self) -> TokenOperator:

@@ -29,8 +29,8 @@ from captum_ssm.operators.composed import product
 class DiagonalOperator(DiagonalCoefficients, TokenOperator):
     """A diagonal recurrence with optional row and column factors; one map per channel.
 
-    The operator is ``diag(left) alpha diag(right) conv``. The arguments are those of
-    :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
+    The operator is ``diag(left) alpha diag(right) conv diag(columns)``. The arguments are those
+    of :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
 
     Raises:
         ValueError, TypeError: at the first use, for tensors whose shapes do not agree.
@@ -62,8 +62,8 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         right = self.right if right is None else self.right * right
         return replace(self, left=product(self.left, left), right=right)
 
-    def with_taps(self, taps: Tensor) -> TokenOperator:
-        return replace(self, conv=taps)
+    def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator:
+        return replace(self, conv=taps, columns=right)
 
 
 def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:
