@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 from captum_ssm.operators.base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
@@ -15,6 +16,7 @@ from captum_ssm.operators.conv import (
     depthwise_conv,
     depthwise_conv_transpose,
     join_taps,
+    tap_places,
 )
 from captum_ssm.utils.lazy import cached_property
 
@@ -59,6 +61,9 @@ class SkipOperator(TokenOperator):
     def row_tile(self, start: int, stop: int) -> Tensor:
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
         return _scatter(index, self._mean_band[:, None])[:, 0]
+
+    def row_bounds(self) -> Tensor:
+        return self._mean_band.abs().amax(-1) * self.channels
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         at = self.diagonal[..., start:stop].transpose(1, 2)  # (B, m, L)
@@ -136,6 +141,9 @@ class SumOperator(PartsOperator):
     def row_tile(self, start: int, stop: int) -> Tensor:
         return sum_of([part.row_tile(start, stop) for part in self.parts])
 
+    def row_bounds(self) -> Tensor:
+        return sum_of([part.row_bounds() for part in self.parts])
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return sum_of([part.map_rows(index, start, stop) for part in self.parts])
 
@@ -211,6 +219,21 @@ class ScaledOperator(AroundOperator):
         if self.right is not None:
             rows = rows * self.right[..., start:stop].mT[:, :, None]
         return rows  # (B, m, R, L)
+
+    def row_bounds(self) -> Tensor:
+        # Cauchy-Schwarz over the channels of a map.
+        B, L, D, _ = self.sizes
+        known, M = self.inner.map_bounds(), self.inner.maps
+        ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
+        left, right = (
+            (ones if x is None else x).expand(B, L, D).unflatten(-1, (M, -1)).norm(dim=-1)
+            for x in (self.left, self.right)
+        )
+        if known is None:
+            return torch.where(left.any(-1), torch.inf, 0.0).to(self.dtype)
+        rows, columns = left * known[0], right * known[1]
+        most = columns.cummax(1).values if self.is_causal else columns.amax(1, keepdim=True)
+        return (rows * most).sum(-1)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         if not self.has_heads:
@@ -322,9 +345,31 @@ class ConvolvedOperator(AroundOperator):
         if self._whole is not None:
             return self._whole.row_tile(start, stop)
         inner = self.inner
-        if self.grid is None and isinstance(inner, ScaledOperator) and inner.has_heads:
+        if isinstance(inner, ScaledOperator) and (self.grid is not None or not inner.has_heads):
+            return super().row_tile(start, stop)
+        if isinstance(inner, ScaledOperator):
             return inner.convolved_row_tile(start, stop, self.taps, self.right)
-        return super().row_tile(start, stop)
+        # Each tap moves the columns of one channel mean.
+        tile = torch.zeros(
+            self.batch, stop - start, self.length, dtype=self.dtype, device=self.device
+        )
+        for part, at in self._by_tap:
+            tile.index_add_(-1, at.clamp(min=0), part.row_tile(start, stop))
+        return tile
+
+    def row_bounds(self) -> Tensor:
+        if self._whole is not None:
+            return self._whole.row_bounds()
+        return sum_of([part.row_bounds() for part, _ in self._by_tap])
+
+    @property
+    def _by_tap(self) -> Iterator[tuple[TokenOperator, Tensor]]:
+        # An operator for each tap, and the columns (L,) that its own are part of, -1 for none.
+        for tap, at in tap_places(self.taps, self.length, self.grid):
+            factor = torch.where(at[:, None] >= 0, tap, 0).expand(*self.sizes[:3])
+            if self.right is not None:
+                factor = factor * self.right[:, at.clamp(min=0)]
+            yield self.inner.scaled(None, factor), at
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         inner = self.inner if left is None else self.inner.scaled(left, None)
@@ -339,8 +384,11 @@ class ConvolvedOperator(AroundOperator):
 
 
 def lagged(x: Tensor, lag: int) -> Tensor:
-    """What ``x (B, L, D)`` is so many tokens earlier, zero before the first one."""
-    return nn.functional.pad(x, (0, 0, lag, 0))[:, : x.shape[1]]
+    """What ``x (B, L, ...)`` is so many tokens earlier, later for a negative lag; else zero."""
+    zeros = torch.zeros_like(x[:, : abs(lag)])
+    if lag < 0:
+        return torch.cat([x[:, -lag:], zeros], 1)
+    return torch.cat([zeros, x[:, : x.shape[1] - zeros.shape[1]]], 1)
 
 
 def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
-from captum_ssm.operators.composed import product
+from captum_ssm.operators.composed import lagged, product, sum_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,24 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         return kernels.diagonal_mean(self, start, stop)
+
+    def row_bounds(self) -> Tensor:
+        # Cauchy-Schwarz over the channels of a group; decays are at most one.
+        taps = self.right.new_ones(self.channels, 1) if self.conv is None else self.conv
+        columns = sum_of(
+            [
+                self._group_norms(lagged(self.right, -lag) * tap, self.columns)
+                * lagged(self.B.abs(), -lag)
+                for lag, tap in enumerate(taps.flip(-1)[:, : self.length].mT)
+            ]
+        )
+        left = torch.ones_like(self.dt) if self.left is None else self.left
+        rows = self._group_norms(left) * self.C.abs()  # (B, L, G, N)
+        return (rows * columns.cummax(1).values).sum((2, 3))
+
+    def _group_norms(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        x = x if factor is None else x * factor
+        return x.unflatten(-1, (self.B.shape[2], -1)).norm(dim=-1, keepdim=True)  # (B, L, G, 1)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return kernels.diagonal_rows(index, self.narrow(start, stop))
