@@ -78,6 +78,11 @@ class SoftmaxOperator(HeadOperator):
                 out += self._tile(at, start, stop).mT @ x
         return out
 
+    def map_bounds(self) -> tuple[Tensor, Tensor]:
+        B, L, H = self.heads
+        ones = self.query.new_ones(B, L, H)
+        return ones, ones
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         at = index[:, None, :, None].expand(-1, stop - start, -1, self.query.shape[-1])
         query = self.query[:, start:stop].gather(2, at)

@@ -24,6 +24,7 @@ struct Maps {
   const T* C;      // (L, G, N)
   const T* left;   // (L, D), or null
   const T* conv;   // (D, K), or null
+  const T* columns;  // (L, D) with a convolution, or null; of tile_mean alone
   int64_t L, D, N, G, K;
 
   int64_t group(int64_t d) const { return d / (D / G); }
