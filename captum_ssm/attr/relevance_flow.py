@@ -73,8 +73,8 @@ class RelevanceFlow(MambaLRP):
                 other answers, weighted by their probabilities, which removes what speaks for any
                 answer; of an output that is one score, nothing. Another target: why not that one.
                 None: the target's score alone. Default: ``"others"``
-            layers (int, str or sequence, optional): only of these mixers, by index or path; None for
-                all. Default: None
+            layers (int, str or sequence, optional): only of these mixers, by index or path; None
+                for all. Default: None
             formulation (str, optional): where an edge starts. ``"hidden"``: at the scan's values,
                 so that it can be removed from a run (:func:`~captum_ssm.interventions.circuit`).
                 ``"unified"``: at the mixer's input, before the short convolution and with the skip,
