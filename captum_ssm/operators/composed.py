@@ -23,7 +23,8 @@ from captum_ssm.operators.conv import (
 )
 from captum_ssm.utils.lazy import cached_property
 
-ROWS = 256  # of heads at a time, for which the maps of all heads are made
+# Rows of heads at a time, and entries of their maps, which should fit the caches.
+ROWS, ENTRIES = 256, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ class ScaledOperator(AroundOperator):
         index = torch.arange(first, first + R, device=self.device).expand(B, -1)
         last = first if self.is_causal else self.length
         total = torch.zeros(B, R, self.length, dtype=self.dtype, device=self.device)
-        for m, end in self.inner._map_tiles(R):
+        for m, end in self.inner.map_tiles(R, ENTRIES):
             at = slice(m * P, end * P)
             rows = self.inner.map_rows(index, m, end)
             total = total + weighted(rows, left[..., at], sources[:, :, at], last)

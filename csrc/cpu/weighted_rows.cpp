@@ -16,7 +16,10 @@ namespace {
 Tensor weighted_rows(const Tensor& rows_, const Tensor& left_, const Tensor& sources_,
                      int64_t last) {
   const Tensor rows = whole(rows_, rows_, 4), left = whole(left_, rows_, 3);
-  const Tensor sources = whole(sources_, rows_, 4);
+  check_alike(sources_, rows_, 4);
+  // The channels of some heads are read where they are.
+  const bool lie = sources_.stride(3) == 1 && sources_.stride(2) == sources_.size(3);
+  const Tensor sources = lie ? sources_ : torch::stable::contiguous(sources_);
   const int64_t B = rows.size(0), M = rows.size(1), R = rows.size(2), L = rows.size(3);
   const int64_t D = left.size(2), K = sources.size(0);
   STD_TORCH_CHECK(M > 0 && D > 0 && D % M == 0 && left.size(0) == B && left.size(1) == R &&
@@ -37,7 +40,7 @@ Tensor weighted_rows(const Tensor& rows_, const Tensor& left_, const Tensor& sou
       // Later rows of a causal map take the most work, so they come first.
       const int64_t b = task % B, first = (parts - 1 - task / B) * k.weighted_rows_together;
       k.weighted_rows({row + (b * M * R + first) * L, weight + (b * R + first) * D,
-                       source + b * D * L, B * D * L, M, D, R, L, K,
+                       source + b * sources.stride(1), sources.stride(0), M, D, R, L, K,
                        std::min(R - first, k.weighted_rows_together), last + first,
                        to + (b * R + first) * L},
                       scratch);
