@@ -268,13 +268,13 @@ class TokenOperator(ABC):
 
     def _reduced(self, index: Tensor, reduction: str) -> Tensor:
         of_tile, combine = _OVER_MAPS[reduction]
-        tiles = self._map_tiles(index.shape[1])
+        tiles = self.map_tiles(index.shape[1])
         total = functools.reduce(combine, (of_tile(self.map_rows(index, *tile)) for tile in tiles))
         return total / self.maps if reduction == "mean" else total
 
-    def _map_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
-        # Tiles of maps whose rows take a bounded amount of memory (64 MiB in float32).
-        entries = tile_entries(1 << 24)
+    def map_tiles(self, rows: int, most: int = 1 << 24) -> Iterator[tuple[int, int]]:
+        """Ranges of maps, of whose rows so many have at most ``most`` entries (64 MiB)."""
+        entries = tile_entries(most)
         step = max(1, entries // max(1, self.batch * rows * self.length))
         for start in range(0, self.maps, step):
             yield start, min(self.maps, start + step)

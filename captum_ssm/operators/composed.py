@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from captum_ssm import kernels
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
+from captum_ssm.kernels.weighted_rows import weighted_rows_torch
 from captum_ssm.operators.base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
@@ -19,6 +22,9 @@ from captum_ssm.operators.conv import (
     tap_places,
 )
 from captum_ssm.utils.lazy import cached_property
+
+# Rows of heads at a time, and entries of their maps, which should fit the caches.
+ROWS, ENTRIES = 256, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -247,28 +253,39 @@ class ScaledOperator(AroundOperator):
 
         ``columns (B, L, D)`` are factors before the convolution.
         """
-        # The mean over a head's channels of left_i right_j conv_lag is a matrix product of inner
-        # dimension P; one for each tap, all on the same rows of the head's map.
         B, L, D, _ = self.sizes
-        H = self.inner.maps
-        P = D // H
-        index = torch.arange(start, stop, device=self.device).expand(B, -1)
         ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
         left = (ones if self.left is None else self.left[:, start:stop]).expand(B, stop - start, D)
         right = (ones if self.right is None else self.right).expand(B, L, D)
-        taps = taps.flip(-1)[:, :L]  # by lag
-        sources = [
-            right * tap if columns is None else right * tap * lagged(columns, lag)
-            for lag, tap in enumerate(taps.mT)
-        ]
-        total = torch.zeros(B, stop - start, L, dtype=self.dtype, device=self.device)
-        for h in range(H):
-            at = slice(h * P, (h + 1) * P)
-            rows = self.inner.map_rows(index, h, h + 1)[:, 0]  # (B, R, L)
-            for lag, source in enumerate(sources):
-                weight = left[..., at] @ source[..., at].mT
-                total[..., : L - lag] += (rows * weight)[..., lag:]
-        return total / D
+        lags = enumerate(taps.flip(-1)[:, :L].mT)
+        if columns is None:
+            sources = torch.stack([right.mT * tap[:, None] for _, tap in lags])
+        else:
+            sources = torch.stack([(right * tap * lagged(columns, lag)).mT for lag, tap in lags])
+        # What has a graph is summed by what autograd knows.
+        tensors = (left, sources, self.inner.reference)
+        has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        weighted = weighted_rows_torch if has_graph else kernels.weighted_rows
+        tiles = []
+        for first in range(start, stop, ROWS):
+            last = min(stop, first + ROWS)
+            tiles.append(
+                self._weighted(first, left[:, first - start : last - start], sources, weighted)
+            )
+        return torch.cat(tiles, 1) / D
+
+    def _weighted(self, first: int, left: Tensor, sources: Tensor, weighted: Any) -> Tensor:
+        # Rows from the first one on, of the sum over the maps.
+        B, R, D = left.shape
+        P = D // self.inner.maps
+        index = torch.arange(first, first + R, device=self.device).expand(B, -1)
+        last = first if self.is_causal else self.length
+        total = torch.zeros(B, R, self.length, dtype=self.dtype, device=self.device)
+        for m, end in self.inner.map_tiles(R, ENTRIES):
+            at = slice(m * P, end * P)
+            rows = self.inner.map_rows(index, m, end)
+            total = total + weighted(rows, left[..., at], sources[:, :, at], last)
+        return total
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         return ScaledOperator(self.inner, product(self.left, left), product(self.right, right))
