@@ -1,0 +1,1 @@
+"""Relevance of the edges between tokens, layer by layer."""
