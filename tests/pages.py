@@ -260,6 +260,13 @@ def everywhere() -> Example:
     return replace(one, outputs=(*first, *one.outputs))
 
 
+def unknown(word: str = " kite") -> Example:
+    """The story, with one word that the tokenizer does not know; it is also one of the answers."""
+    one = story()
+    read = [replace(t, read_as="<unk>") if t.text == word else t for t in one.tokens]
+    return replace(one, tokens=tuple(read))
+
+
 TURNS = (
     ("template", "<system>"),
     ("system 1", " Answer with one word."),

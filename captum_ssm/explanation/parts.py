@@ -22,17 +22,20 @@ class Token:
             all tokens join to the whole text. A special token has its own name, such as ``<s>``.
         id (int): in the model's vocabulary.
         start, end (int): where ``text`` lies in the example's text. Equal for special tokens.
+        read_as (str, optional): what the model reads in the place of a text that the tokenizer does
+            not know, such as ``<unk>``. Default: None
 
     Examples::
 
         >>> explain(model, tokenizer, "w3 w4").examples[0].tokens[1]
-        Token(text=' w4', id=4, start=2, end=5)
+        Token(text=' w4', id=4, start=2, end=5, read_as=None)
     """
 
     text: str
     id: int
     start: int
     end: int
+    read_as: str | None = None
 
 
 @dataclass(frozen=True)

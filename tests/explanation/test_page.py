@@ -54,6 +54,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         ),
         "checked": lambda: pages.explanation(pages.checked()),
         "everywhere": lambda: pages.explanation(pages.everywhere()),
+        "unknown": lambda: pages.explanation(pages.unknown()),
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
         ),
@@ -124,6 +125,35 @@ def sources(values: np.ndarray, own: int) -> list[int]:
 
 
 FIRST = pages.story().outputs[0].position
+
+
+def decoration(node: Any) -> str:
+    return node.evaluate("node => getComputedStyle(node).textDecorationStyle")
+
+
+def test_words_that_the_model_did_not_see_are_marked(opened):
+    tab = opened("unknown", "k=50")
+    kites = [k for k, token in enumerate(pages.story().tokens) if token.text == " kite"]
+    assert len(kites) == 2  # one in the prompt, and one that is an answer
+    for index in kites:
+        assert decoration(part(tab, index)) == "wavy"
+    assert decoration(part(tab, kites[0] - 1)) != "wavy"
+    # An explained output is marked as one all the same.
+    border = "node => getComputedStyle(node).borderBottomStyle"
+    assert [part(tab, index).evaluate(border) for index in kites] == ["none", "dotted"]
+    part(tab, kites[0]).hover()
+    tip = tab.locator(".tip").inner_text()
+    assert "the tokenizer does not know this word, so the model read <unk> in its place" in tip
+    listed = {place(row): row for row in tab.locator(".sources button").all()}
+    assert decoration(listed[kites[0]].locator(".what .token")) == "wavy"
+    others = [k for k in listed if k not in kites]
+    assert decoration(listed[others[0]].locator(".what .token")) != "wavy"
+    option(tab, "Units", "Word").click()
+    assert tab.locator(".text .part.unknown").count() == 2
+    tab.keyboard.press("?")
+    marks = tab.locator("dialog .sample.unknown")
+    assert decoration(marks) == "wavy"
+    tab.keyboard.press("Escape")
 
 
 def test_the_strongest_sources_have_the_strongest_color(opened):

@@ -69,6 +69,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
         return data | _series(example.series, example.features, found)
     return data | {
         "tokens": [token.text for token in example.tokens],
+        "unknown": [[k, one.read_as] for k, one in enumerate(example.tokens) if one.read_as],
         "special": [k for k, token in enumerate(example.tokens) if _special(token)],
         "prompt": example.prompt,
         "units": {

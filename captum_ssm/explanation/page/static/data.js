@@ -65,10 +65,11 @@ export class Example {
   }
 
   constructor(data) {
-    const { name, outputs, deltas, maps, tokens = [], special = [], prompt = 0 } = data;
+    const { name, outputs, deltas, maps, tokens = [], unknown = [], special = [], prompt = 0 } = data;
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.check = data.validation;
     this.special = new Set(special);
+    this.unknown = new Map(unknown); // what the model reads in the place of unknown words
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
     this.isTable = this.isSeries && data.table;
@@ -229,6 +230,12 @@ export class Example {
 
   partText(unit, part) {
     return this.text(...unit.bounds[part]);
+  }
+
+  // What the model reads in the place of a word of this part that the tokenizer does not know.
+  readAs(unit, part) {
+    const [first, end] = unit.bounds[part];
+    return range(end - first).map((k) => this.unknown.get(first + k)).find(Boolean);
   }
 
   // The name of the turn that a part lies in.

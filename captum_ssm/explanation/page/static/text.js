@@ -169,6 +169,7 @@ export class TextPanel {
       relevance.gone.has(part) ? "gone" : relevance.hidden.has(part) && "hidden",
       part > relevance.read && "unread",
       this.turns.isTemplate(part) && "template",
+      example.readAs(this.unit, part) && "unknown",
       end - first === 1 && example.special.has(first) && "special",
       this.#holds(part, pick) && "first",
       other && this.#holds(part, other) && "second",

@@ -48,6 +48,7 @@ export const MARKS = [
   ["output", "dotted line: an explained output; click it to see why"],
   ["first", "box: the answer that is explained now"],
   ["second", "dashed box: the second answer, B"],
+  ["unknown", "wavy line: the tokenizer does not know this word, so the model read its token for unknown words, such as <unk>, in its place"],
   ["template", "small: written by the chat template, in no message"],
   ["unread", "gray: comes later, so the model had not read it"],
 ];
