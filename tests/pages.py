@@ -182,6 +182,13 @@ def classes(name: str = "A review") -> Example:
     return _labeled(name, (Output(None, answers, 0, (Contrast(0, 1, 2),)),), 3)
 
 
+def read_from(sign: str) -> Example:
+    """The classes of a text, read from the first token with this text."""
+    one = classes()
+    at = next(k for k, token in enumerate(one.tokens) if token.text.strip() == sign)
+    return replace(one, outputs=(replace(one.outputs[0], read_at=at),))
+
+
 def tags(name: str = "Names") -> Example:
     """A label of each token: all but two tokens are no name."""
     pieces = tokens(STORY)

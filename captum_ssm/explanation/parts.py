@@ -127,6 +127,9 @@ class Output:
             is a part of the text ``"span"``, and ``"start"`` and ``"end"`` for where it does.
             Default: ``"next"``
         among (int, optional): how many answers the model chooses from. Default: None
+        read_at (int, optional): the token from whose vector alone a model with one output for a
+            whole text reads it: the last one, or one such as ``[CLS]``. None where that is not
+            known, or all tokens are read. Default: None
 
     Examples::
 
@@ -144,6 +147,12 @@ class Output:
     lens: tuple[tuple[Answer, ...], ...] = ()
     role: str = NEXT
     among: int | None = None
+    read_at: int | None = None
+
+    @property
+    def reading_token(self) -> int | None:
+        """The one token at which the output is read, if it is one."""
+        return self.read_at if self.position is None else self.position
 
 
 @dataclass(frozen=True, eq=False)

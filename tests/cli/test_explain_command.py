@@ -346,8 +346,16 @@ def test_a_classifier_by_its_labels(capsys):
     assert explain(*given, model="reviews-jamba") == 0
     said = capsys.readouterr().out
     assert said.startswith("\n'mixed', probability 0.99") or "'mixed', probability 1.0" in said
-    assert "the 10 largest of 20 tokens" in said
-    assert "not shown" not in said  # the class is not read at one token
+    assert "the 10 largest of 19 tokens" in said
+    assert "not shown: '.', at which the answer is read" in said
+    # A word from which the class is read says something.
+    assert explain("--text", "the plot was moving", model="reviews-jamba") == 0
+    said = capsys.readouterr().out
+    assert "not shown" not in said
+    assert "moving" in said
+    # Neither is a sentence told apart for its full stop.
+    assert explain(*given, "--units", "sentence", model="reviews-jamba") == 0
+    assert "not shown" not in capsys.readouterr().out
     for target in ("negative", "0"):
         assert (
             explain(*given, "--target", target, "--against", "positive", model="reviews-jamba") == 0

@@ -257,7 +257,7 @@ def test_words_that_the_model_does_not_see_are_told(model, tmp_path):
     words = {"<unk>": 0, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     tokenizer = word_tokenizer(words, unk_token="<unk>")
     texts = ["w3 zebra w5 <unk> horse", "zebra w4"]
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="does not know") as told:
         found = explain(model, tokenizer, texts, alternatives=0)
     # One warning for all texts, at the line of the call.
     (warning,) = told

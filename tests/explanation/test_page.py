@@ -42,6 +42,9 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
         "classes": lambda: pages.explanation(pages.classes()),
+        "read from a sign": lambda: pages.explanation(pages.read_from(".")),
+        "read from both": lambda: pages.explanation(pages.read_from("."), pages.read_from("kite")),
+        "read from a word": lambda: pages.explanation(pages.read_from("kite")),
         "tags": lambda: pages.explanation(pages.tags()),
         "places": lambda: pages.explanation(pages.places()),
         "many": pages.many,
@@ -125,6 +128,37 @@ def sources(values: np.ndarray, own: int) -> list[int]:
 
 
 FIRST = pages.story().outputs[0].position
+
+
+def test_the_token_that_a_class_is_read_from_is_marked_and_can_be_hidden(opened):
+    texts = [token.text.strip() for token in pages.classes().tokens]
+    own = "Reading token (reads itself)"
+    assert not opened("classes").get_by_label(own).is_visible()
+    for name, sign, hidden in (("sign", ".", True), ("word", "kite", False)):
+        tab = opened(f"read from a {name}")
+        at = texts.index(sign)
+        hide = tab.get_by_label(own)
+        assert hide.is_checked() == hidden
+        assert not tab.get_by_label("Prompt’s last token").is_visible()
+        for _ in range(2):
+            listed = {place(row): row for row in tab.locator(".sources button").all()}
+            is_hidden = hide.is_checked()
+            kind = "hidden" if is_hidden else "reads"
+            assert kind in part(tab, at).get_attribute("class").split()
+            assert ("hidden" in listed[at].inner_text()) == is_hidden
+            part(tab, at).hover()
+            assert "the answer is read here" in tab.locator(".tip").inner_text()
+            tab.mouse.move(0, 0)
+            hide.click()
+        # Of a whole sentence, only one sign of which is read, nothing is hidden.
+        option(tab, "Units", "Sentence").click()
+        assert tab.locator(".text .part.hidden").count() == 0
+        option(tab, "Units", "Token").click()
+    # Each example begins as it would by itself, until somebody chooses.
+    tab = opened("read from both")
+    for key, is_hidden in (("e", False), ("e", True), ("o", False), ("e", False), ("e", False)):
+        tab.keyboard.press(key)
+        assert tab.get_by_label(own).is_checked() == is_hidden
 
 
 def decoration(node: Any) -> str:
@@ -357,7 +391,7 @@ def test_own_share_and_the_prompts_end_are_hidden_on_request(opened):
     tab = opened("story", "t=2")
     own = pages.story().outputs[2].position
     assert "hidden" in part(tab, own).get_attribute("class")
-    tab.get_by_label("Last token (reads itself)").uncheck()
+    tab.get_by_label("Reading token (reads itself)").uncheck()
     assert address(tab) == "#t=2&own=1"
     assert background(part(tab, own)) == STRONGEST_FOR
     tab.keyboard.press("o")
@@ -549,7 +583,7 @@ def test_every_control_and_mark_is_explained_where_it_stands(opened):
     assert {"outputs", "answers", "contrast", "method", "view", "units", "own", "last"} <= {*words}
     assert {"color", "least", "scale", "beyond", "list", "maps", "lens", "bare"} <= {*words}
     tip = tab.locator(".tip")
-    tab.get_by_text("Last token (reads itself)").first.hover()
+    tab.get_by_text("Reading token (reads itself)").first.hover()
     tip.wait_for()
     assert "reads itself" in tip.inner_text()
     tab.locator(".legend canvas").hover()

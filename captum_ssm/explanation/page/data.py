@@ -22,6 +22,7 @@ from captum_ssm.explanation.parts import (
     Token,
     Validation,
 )
+from captum_ssm.explanation.units import says_nothing
 
 FORMAT = "captum_ssm.page/1"
 
@@ -56,7 +57,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
     found = {name: example.relevance[name] for name in methods if name in example.relevance}
     data = {
         "name": example.name,
-        "outputs": [_output(output, len(example.tokens)) for output in example.outputs],
+        "outputs": [_output(output, example.tokens) for output in example.outputs],
         "deltas": {
             name: _numbers(example.deltas[name]) for name in found if name in example.deltas
         },
@@ -102,9 +103,12 @@ def _special(token: Token) -> bool:
     return token.start == token.end
 
 
-def _output(output: Output, L: int) -> dict[str, Any]:
+def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
+    L, at = len(tokens), output.read_at
     return {
         "position": output.position,
+        "readAt": at,
+        "apart": at is not None and says_nothing(tokens[at]),
         "role": output.role,
         "answers": [_answer(answer) | _place(output, answer, L) for answer in output.answers],
         "of": output.among,

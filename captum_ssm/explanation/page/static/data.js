@@ -201,6 +201,12 @@ export class Example {
     return role === "label" ? [position, position + 1] : [position + 1, position + 2];
   }
 
+  // Whether the token that the answer is read from is shown where the page opens: it is the word
+  // that is labeled, or a classifier reads from it, and it says something.
+  get opensWithOwn() {
+    return this.isLabeled || this.outputs.some(({ readAt, apart }) => readAt !== null && !apart);
+  }
+
   get isLabeled() {
     return this.outputs.every(({ role }) => role === "label");
   }
@@ -319,13 +325,14 @@ export class Example {
 
   relevance(method, pick, against, unit, hidden) {
     const terms = this.terms(pick, against);
-    return new Relevance(this, method, terms, this.outputs[pick.output].position, unit, hidden);
+    return new Relevance(this, method, terms, this.outputs[pick.output], unit, hidden);
   }
 }
 
 // The relevance of each part, and its share of what is shown.
 class Relevance {
-  constructor(example, method, terms, position, unit, hidden) {
+  constructor(example, method, terms, output, unit, hidden) {
+    const { position, readAt } = output;
     const rows = example.rows[method.name];
     this.values = new Float32Array(unit.count);
     this.position = position;
@@ -340,9 +347,11 @@ class Relevance {
       });
     }
     this.read = unit.of[last];
-    this.own = position === null ? -1 : unit.of[position];
+    this.own = position === null && readAt === null ? -1 : unit.of[position ?? readAt];
     this.hidden = new Set();
-    if (hidden.own && position !== null) this.hidden.add(this.own);
+    // A sentence is not hidden because a classifier reads its answer from the full stop.
+    const isAlone = position !== null || (this.own >= 0 && unit.bounds[this.own].reduce((a, b) => b - a) === 1);
+    if (hidden.own && isAlone) this.hidden.add(this.own);
     this.gone = new Set(hidden.template && example.turns ? example.template(unit) : []);
     for (const part of this.gone) this.hidden.add(part);
     if (hidden.last && example.prompt) this.hidden.add(unit.of[example.prompt - 1]);

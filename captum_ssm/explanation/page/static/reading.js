@@ -53,6 +53,8 @@ export class Reading {
     return [
       relevance.hidden.has(part) && part === relevance.own
         && "Hatched: the answer is read here, and the token reads itself.",
+      !relevance.hidden.has(part) && part === relevance.own && !example.isLabeled
+        && "Solid line: the answer is read here.",
       relevance.hidden.has(part) && part !== relevance.own && "Hatched: hidden by choice.",
       readAs && `Wavy: the tokenizer does not know this word, so the model read ${visible(readAs)} in its place.`,
       part > relevance.read && "Comes after the place where the answer is read.",
