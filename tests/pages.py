@@ -100,6 +100,20 @@ def checked() -> Example:
     return replace(story(), validation=Validation("logit", "by <unk>", shares, curves, random))
 
 
+def many_curves(count: int = 9) -> Explanation:
+    """The story by so many methods, whose curves of removal lie close together."""
+    one = story()
+    methods = tuple(Method(f"m{k}", f"Method {k}", "by hand", False) for k in range(count))
+    steps = np.linspace(0, 1, 11)
+    curves = {m.name: 6 * (1 - steps) ** (1.5 + 0.25 * k) for k, m in enumerate(methods)}
+    random = np.outer(np.linspace(0.9, 1.1, 8), 6 * (1 - steps))
+    check = Validation("logit", "by <unk>", tuple(steps.tolist()), curves, random)
+    relevance = {m.name: one.relevance["mamba-lrp"] for m in methods}
+    return replace(
+        explanation(replace(one, relevance=relevance, deltas={}, validation=check)), methods=methods
+    )
+
+
 def picture(name: str = "A five") -> Example:
     """An image of 4 × 4 patches with three classes, one of them not explained."""
     rng = np.random.default_rng(1)

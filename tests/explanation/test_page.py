@@ -56,6 +56,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
         ),
         "checked": lambda: pages.explanation(pages.checked()),
+        "many curves": pages.many_curves,
         "everywhere": lambda: pages.explanation(pages.everywhere()),
         "unknown": lambda: pages.explanation(pages.unknown()),
         "several": lambda: pages.explanation(
@@ -144,7 +145,7 @@ def test_the_token_that_a_class_is_read_from_is_marked_and_can_be_hidden(opened)
             listed = {place(row): row for row in tab.locator(".sources button").all()}
             is_hidden = hide.is_checked()
             kind = "hidden" if is_hidden else "reads"
-            assert kind in part(tab, at).get_attribute("class").split()
+            assert kind in kinds(tab, at)
             assert ("hidden" in listed[at].inner_text()) == is_hidden
             part(tab, at).hover()
             assert "the answer is read here" in tab.locator(".tip").inner_text()
@@ -159,6 +160,29 @@ def test_the_token_that_a_class_is_read_from_is_marked_and_can_be_hidden(opened)
     for key, is_hidden in (("e", False), ("e", True), ("o", False), ("e", False), ("e", False)):
         tab.keyboard.press(key)
         assert tab.get_by_label(own).is_checked() == is_hidden
+
+
+def test_boxes_and_colors_cover_no_neighbor(opened):
+    texts = [token.text for token in pages.story().tokens]
+    tab = opened("story", "t=0")
+    (answer,) = (k for k in range(len(texts)) if "first" in kinds(tab, k))
+    assert texts[answer + 1] == "."
+    edges = "node => [node.getBoundingClientRect().left, node.getBoundingClientRect().right]"
+    left, right = part(tab, answer).evaluate(edges)
+    line = float(
+        part(tab, answer).evaluate("node => parseFloat(getComputedStyle(node).outlineWidth)")
+    )
+    assert part(tab, answer + 1).evaluate(edges)[0] >= right + line
+    assert part(tab, answer - 1).evaluate(edges)[1] <= left - line
+    # What is joined to the word before it has no margin that lies over it.
+    for k in range(1, answer):
+        if not texts[k].startswith(" "):
+            style = "node => getComputedStyle(node).marginInlineStart"
+            assert part(tab, k).evaluate(style) == "0px"
+
+
+def kinds(tab: Any, index: int) -> list[str]:
+    return part(tab, index).get_attribute("class").split()
 
 
 def decoration(node: Any) -> str:
@@ -463,21 +487,57 @@ def test_the_check_by_removal_says_which_method_wins(opened):
     assert "MambaLRP finds best what the model reads here" in check.inner_text()
     assert "says little" not in check.inner_text()
     rows = check.locator("tbody tr")
-    assert [text.split("\t")[0].strip() for text in rows.all_inner_texts()] == [
-        "MambaLRP",
-        "RawAttention",
-        "random orders",
+    assert [text.split("\t")[0].split() for text in rows.all_inner_texts()] == [
+        ["1", "MambaLRP"],
+        ["2", "RawAttention"],
+        ["random", "orders"],
     ]
     assert "16 of 16" in rows.nth(0).inner_text()
     assert "8 of 16" in rows.nth(1).inner_text()
     # Each curve begins at the largest score; the chosen method's is drawn last, over the others.
-    lines = [path.get_attribute("d") for path in check.locator(".plot path:not(.axis)").all()]
+    drawn = check.locator(".plot path:not(.axis, .near)")
+    lines = [path.get_attribute("d") for path in drawn.all()]
     assert len(lines) == 3
     assert lines[-1].startswith("M 0 ")
-    assert check.locator(".plot path").last.get_attribute("class") == "chosen"
+    assert drawn.last.get_attribute("class") == "chosen"
     rows.nth(0).get_by_role("button").click()
     assert rows.nth(0).get_attribute("class") == "chosen"
     assert not opened("story").locator(".check").is_visible()
+
+
+def test_each_curve_of_the_check_is_numbered_and_named(opened):
+    tab = opened("many curves")
+    check = tab.locator(".check")
+    methods = [method.name for method in pages.many_curves().methods]
+    boxes = [number.bounding_box() for number in check.locator(".curves b").all()]
+    assert len(boxes) == len(methods) == 9
+    # No number covers another one.
+    centers = np.array([[box["x"] + 8, box["y"] + 8] for box in boxes])
+    distances = np.linalg.norm(centers[:, None] - centers[None], axis=-1)
+    assert distances[~np.eye(9, dtype=bool)].min() > 16
+    # Each lies on the curve of the table's row of this number.
+    plot = check.locator(".curves").bounding_box()
+    curves = pages.many_curves().examples[0].validation.curves
+    for k, row in enumerate(check.locator("tbody tr").all()[:9]):
+        assert row.locator("b").inner_text() == str(k + 1)
+        curve = np.array(curves[row.get_attribute("data-method")])
+        x, y = (centers[k] - [plot["x"], plot["y"]]) / [plot["width"], plot["height"]]
+        high = max(curve.max() for curve in curves.values())
+        assert np.interp(x, np.linspace(0, 1, 11), 1 - curve / high) == pytest.approx(y, abs=0.02)
+    # What is pointed at, in the table or the drawing, stands out in both; the keyboard does it too.
+    third = check.locator("tbody tr").nth(2)
+    name = third.get_attribute("data-method")
+    third.hover()
+    pointed = check.locator(f"[data-method='{name}'].pointed")
+    assert pointed.count() == check.locator(".pointed").count() == 3  # line, number and row
+    tab.mouse.move(0, 0)
+    assert check.locator(".pointed").count() == 0
+    third.get_by_role("button").focus()
+    assert pointed.count() == 3
+    check.locator(".near").first.dispatch_event("pointerenter")
+    assert check.locator(".pointed").count() == 3
+    check.locator(".near").first.dispatch_event("click")
+    assert address(tab).startswith("#m=")
 
 
 def test_several_examples_are_a_list(opened):

@@ -165,6 +165,7 @@ export class TextPanel {
     const { example, page } = this;
     const [first, end] = this.unit.bounds[part];
     return [
+      !this.shapes[part].before && "joined",
       this.#outputs(part).length && "output",
       relevance.gone.has(part) ? "gone" : relevance.hidden.has(part) && "hidden",
       part === relevance.own && !relevance.hidden.has(part) && !example.isLabeled && "reads",
