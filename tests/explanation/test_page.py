@@ -11,6 +11,7 @@ import pytest
 from folders import TESTS
 
 from captum_ssm.explanation.page import page_html, widget
+from captum_ssm.explanation.page.data import page_data
 
 GOLDEN = TESTS / "golden"
 STRONGEST_FOR, STRONGEST_AGAINST = "rgb(185, 84, 11)", "rgb(31, 102, 168)"
@@ -56,6 +57,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
         ),
         "checked": lambda: pages.explanation(pages.checked()),
+        "written": lambda: replace(pages.explanation(), settings={"max_new_tokens": 7}),
         "many curves": pages.many_curves,
         "everywhere": lambda: pages.explanation(pages.everywhere()),
         "unknown": lambda: pages.explanation(pages.unknown()),
@@ -160,6 +162,17 @@ def test_the_token_that_a_class_is_read_from_is_marked_and_can_be_hidden(opened)
     for key, is_hidden in (("e", False), ("e", True), ("o", False), ("e", False), ("e", False)):
         tab.keyboard.press(key)
         assert tab.get_by_label(own).is_checked() == is_hidden
+
+
+def test_a_written_answer_opens_where_it_rests_on_the_prompt(opened):
+    (example,) = page_data(replace(pages.explanation(), settings={"max_new_tokens": 7}))["examples"]
+    at = example["opening"]
+    assert at not in (None, 0)
+    tab = opened("written")
+    answer = pages.story().outputs[at]
+    assert question(tab) == f"Why “{answer.answers[answer.chosen].text.strip()}”?"
+    assert address(tab) == ""
+    assert question(opened("written", "t=0")) == "Why “red”?"
 
 
 def test_boxes_and_colors_cover_no_neighbor(opened):
@@ -501,7 +514,7 @@ def test_the_check_by_removal_says_which_method_wins(opened):
     assert lines[-1].startswith("M 0 ")
     assert drawn.last.get_attribute("class") == "chosen"
     rows.nth(0).get_by_role("button").click()
-    assert rows.nth(0).get_attribute("class") == "chosen"
+    assert "chosen" in rows.nth(0).get_attribute("class").split()
     assert not opened("story").locator(".check").is_visible()
 
 

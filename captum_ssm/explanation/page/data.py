@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from captum_ssm.explanation.page.opening import opening_of
 from captum_ssm.explanation.parts import (
     END,
     SPAN,
@@ -49,11 +50,21 @@ def page_data(explanation: ExplanationData) -> dict[str, Any]:
             if value not in (None, "", [], {}, ())
         },
         "versions": dict(explanation.versions),
-        "examples": [_example(example, names) for example in explanation.examples],
+        "examples": [
+            _example(example, names, _is_written(explanation, example))
+            for example in explanation.examples
+        ],
     }
 
 
-def _example(example: Example, methods: list[str]) -> dict[str, Any]:
+def _is_written(explanation: ExplanationData, example: Example) -> bool:
+    # Whether the model wrote the answer, or it is one of a conversation.
+    asked = explanation.settings
+    is_generated = bool(asked.get("max_new_tokens") or asked.get("generation"))
+    return bool(example.tokens) and (is_generated or "turn" in example.units)
+
+
+def _example(example: Example, methods: list[str], is_written: bool) -> dict[str, Any]:
     found = {name: example.relevance[name] for name in methods if name in example.relevance}
     data = {
         "name": example.name,
@@ -63,6 +74,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
         },
         "maps": [_maps(maps) for maps in example.maps],
         "validation": _validation(example.validation),
+        "opening": opening_of(example, next(iter(found))) if is_written and found else None,
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)

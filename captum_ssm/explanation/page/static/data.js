@@ -68,6 +68,7 @@ export class Example {
     const { name, outputs, deltas, maps, tokens = [], unknown = [], special = [], prompt = 0 } = data;
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.check = data.validation;
+    this.readsMost = data.opening ?? null; // where the page of an answer of several tokens opens
     this.special = new Set(special);
     this.unknown = new Map(unknown); // what the model reads in the place of unknown words
     this.isImage = Boolean(data.image);
@@ -222,6 +223,7 @@ export class Example {
   // The page opens where there is something to read: after the prompt, or late enough in it.
   get opening() {
     if (this.isLabeled) return this.#firstLabel;
+    if (this.readsMost !== null) return this.readsMost;
     const places = this.outputs.map(({ position }) => position);
     if (places.every((place) => place === null)) return 0;
     const isExplained = (k) => this.pick(String(k)) !== null;
