@@ -8,7 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun, coefficients_of
+from captum_ssm.attr.flow.activations import (
+    Activations,
+    ActivationStandIns,
+    PropagatedRun,
+    coefficients_of,
+)
 from captum_ssm.attr.flow.build import graph_of
 from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.attr.flow.graph import FlowGraph
@@ -17,9 +22,7 @@ from captum_ssm.attr.flow.shift import with_shifts
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
 from captum_ssm.attr.options import Arguments
-from captum_ssm.capture import FrozenModel
 from captum_ssm.capture.target import Against
-from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.utils.allocator import workspace
@@ -94,8 +97,8 @@ class RelevanceFlow(MambaLRP):
         Raises:
             ValueError, TypeError: as for ``attribute``, or for an unknown formulation or rule.
             KeyError: for a layer that is not there.
-            UnsupportedModelError: for a mixer that was measured, whose scans have no coefficients,
-                or that works on windows of the tokens.
+            UnsupportedModelError: for a mixer that works on windows of the tokens; or that was
+                measured, where its scans do not work on all tokens one by one.
         """
         if formulation not in FORMULATIONS:
             raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
@@ -191,18 +194,19 @@ class RelevanceFlow(MambaLRP):
         blocks = blocks_of(request.module)
         make = partial(ActivationStandIns, blocks=blocks, rule=rule, scale=scale)
         stand_ins, frozen = self._propagated(request, arguments, make)
-        _check_known(stand_ins, frozen)
         self._warn(frozen)
-        kept, score = stand_ins.made_of, frozen.require_score()
+        pairs = zip(frozen.layers, stand_ins.made_of, strict=True)
+        kept = [one if isinstance(one, Activations) else one.activations(x) for x, one in pairs]
+        score = frozen.require_score()
         if formulation is None:
             is_shifted = any(one.mixer.has_token_shift for one in kept)
             formulation = "hidden" if is_shifted else "unified"
-        run = PropagatedRun.of(stand_ins, score, rule, retain_graph=balanced)
+        run = PropagatedRun.of(stand_ins, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
             layers = {
-                layer.name: layer_edges(layer.name, one, coefficients, formulation, layer.order)
+                layer.name: layer_edges(layer, one, coefficients, formulation)
                 for layer, one, coefficients in zip(frozen.layers, kept, found, strict=True)
             }
             nodes = nodes_of(stand_ins.streams, run.coefficient_at)
@@ -210,12 +214,3 @@ class RelevanceFlow(MambaLRP):
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
-
-
-def _check_known(stand_ins: ActivationStandIns, frozen: FrozenModel) -> None:
-    if len(stand_ins.made_of) != len(frozen.layers):
-        raise UnsupportedModelError(
-            "a mixer of this model was measured, and runs as it is in relevance propagation, so "
-            "its edges have no coefficients; expected mixers that an adapter is registered for. "
-            "Register one with captum_ssm.register_mixer(module_type, freeze)."
-        )
