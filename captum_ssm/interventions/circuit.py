@@ -210,10 +210,11 @@ def _edge_set(opened: OpenMixer, given: Any, remove: bool, formulation: str) -> 
     of_all = index[:, 0] < 0
     if bool(of_all.all()):
         index[:, 0] = 0
-        return ListedEdges(index, (1, M, L), not remove)
+        return ListedEdges(index.unique(dim=0), (1, M, L), not remove)
     repeated = index[of_all].repeat(B, 1)
     repeated[:, 0] = torch.arange(B, device=index.device).repeat_interleave(int(of_all.sum()))
-    return ListedEdges(torch.cat([index[~of_all], repeated]), (B, M, L), not remove)
+    index = torch.cat([index[~of_all], repeated]).unique(dim=0)
+    return ListedEdges(index, (B, M, L), not remove)
 
 
 def _check_order(path: str, index: Tensor, operator: TokenOperator) -> None:

@@ -228,6 +228,32 @@ def test_lists_heads_and_masks_name_the_same_edges(family, formulation, remove):
             assert_close(logits(model, tokens), found)
 
 
+@pytest.mark.parametrize("remove", [False, True])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "rwkv", "mamba2"])
+def test_few_listed_edges_without_any_row(family, remove):
+    model, tokens, other = build(family), ids(2, L), ids(4, L, seed=1)
+    layers = len(list(find_mixers(model)))
+    mask = torch.zeros(2, layers, L, L, dtype=torch.bool)
+    mask[:, :, [6, 6, 5, 1, 1], [2, 6, 0, 0, 1]] = True  # all edges of one token
+    mask[0, 0, 6, 5] = mask[0, 0, 3, 2] = True
+    listed = [
+        Edge(path, i, j, example=None if bool(mask[:, w, i, j].all()) else b)
+        for w, (path, _) in enumerate(find_mixers(model))
+        for b, i, j in mask[:, w].nonzero().tolist()
+    ]
+    e = embed(model, tokens)
+    references = [Reference.of(model, x, mean=m) for x, m in ((other, True), (other[:2], False))]
+    for ablation in ("zero", *references):
+        found = []
+        for edges in (listed, mask):
+            x = e.clone().requires_grad_()
+            with circuit(model, edges, remove=remove, ablation=ablation):
+                y = model(inputs_embeds=x).logits
+            found.append([y.detach(), *torch.autograd.grad(y[:, -1, 5].sum(), x)])
+        assert_close(found[0][0], found[1][0])
+        assert_close(found[0][1], found[1][1], 1e-4)
+
+
 def test_scans_in_several_orders():
     from captum_ssm.models import SS2D, BidirectionalMamba
 
