@@ -12,7 +12,7 @@ from captum_ssm.interventions.edges import ProductEdges
 from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import with_edges
 from captum_ssm.interventions.selection import Layers, Tokens, mask_of
-from captum_ssm.mixers.frozen_mixer import FORMULATIONS
+from captum_ssm.mixers.components import FORMULATIONS
 
 
 @contextmanager

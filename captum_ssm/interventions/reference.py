@@ -14,7 +14,7 @@ from captum_ssm.interventions.edges import EdgesElsewhere
 from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import sums_of
 from captum_ssm.mixers import COMPONENTS, FrozenMixer
-from captum_ssm.mixers.frozen_mixer import FORMULATIONS
+from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.operators import TokenOperator
 
 

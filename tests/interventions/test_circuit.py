@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import captum_ssm
 from captum_ssm import InputError, UnsupportedModelError
-from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr import Edge
 from captum_ssm.interventions import Reference, circuit, knockout
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.utils.memory import memory_limit
