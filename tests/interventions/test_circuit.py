@@ -384,15 +384,17 @@ def test_errors_say_what_to_do(mamba):
     tokens = ids(2, L)
     reference = Reference.of(mamba, tokens, mean=False)
     bad: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        ([(0, L, 1)], {}, InputError, rf"target {L}, and backbone.* expected 0 .. {L - 1}"),
+        ([(0, L, 1)], {}, InputError, rf"with target {L}; .* expected 0 .. {L - 1} \(or"),
         ([(0, 1, -L - 1)], {}, InputError, "source"),
         ([(0, 1, 3)], {}, InputError, "3 -> 1 of backbone.layers.0.mixer, which reads no later"),
-        ([(0, 3, 1, 32)], {}, InputError, "head 32, and .* 32 heads"),
+        ([(0, 3, 1, 32)], {}, InputError, "head 32; .* 32 heads"),
         ([Edge("backbone.layers.0.mixer", 3, 1, example=2)], {}, InputError, "example 2"),
         ([(2, 3, 1)], {}, ValueError, "edges holds 2; this model has 2 mixers"),
         ([("backbone", 3, 1)], {}, ValueError, "or a path: backbone.layers.0.mixer"),
         ([(0, 3)], {}, TypeError, r"edges holds \(0, 3\); expected an Edge, \(layer, target"),
         ([(0, 3, 1.5)], {}, TypeError, "with integers"),
+        ([(0, 3, None)], {}, TypeError, "with integers"),
+        ([3], {}, TypeError, "edges holds 3"),
         (3, {}, TypeError, "edges is 3; expected edges in a list"),
         (torch.ones(2, L, L), {}, TypeError, "edges is of type torch.float32; expected a bool"),
         (some(3), {}, ValueError, r"for a model of 2 mixers; expected \(2, L, L\)"),
@@ -420,8 +422,12 @@ def test_errors_say_what_to_do(mamba):
     index = next(
         k for k, (_, m) in enumerate(find_mixers(jamba)) if type(m).__name__ == "JambaAttention"
     )
-    with pytest.raises(InputError, match="reads no later"), circuit(jamba, [(index, 1, 3)]):
-        jamba(tokens)
+    for formulation in ("hidden", "unified"):
+        with (
+            pytest.raises(InputError, match="reads no later"),
+            circuit(jamba, [(index, 1, 3)], formulation=formulation),
+        ):
+            jamba(tokens)
     with pytest.raises(UnsupportedModelError, match="did not reach"), circuit(mamba, []):
         pass
     with (
