@@ -279,7 +279,7 @@ def _positions(mask: Tensor) -> tuple[Tensor, Tensor]:
     # The tokens of a mask (b, L) as indices (b, R), and which of these are not mere filling.
     count = mask.sum(1)
     R = int(count.max())
-    rows = mask.int().argsort(1, descending=True, stable=True)[:, :R]
+    rows = mask.int().argsort(dim=1, descending=True, stable=True)[:, :R]
     return rows, torch.arange(R, device=mask.device) < count[:, None]
 
 
