@@ -8,6 +8,7 @@ from captum_ssm.metrics.alignment import (
     hit_rate,
     links,
 )
+from captum_ssm.metrics.circuits import CircuitFaithfulness, circuit_faithfulness
 from captum_ssm.metrics.evaluation import evaluate
 from captum_ssm.metrics.interval import Interval, bootstrap
 from captum_ssm.metrics.layers import (
@@ -29,6 +30,7 @@ from captum_ssm.metrics.segmentation import SegmentationScores, average_precisio
 
 __all__ = [
     "Agreement",
+    "CircuitFaithfulness",
     "Curve",
     "Interval",
     "SegmentationScores",
@@ -37,6 +39,7 @@ __all__ = [
     "alignment_scores",
     "average_precision",
     "bootstrap",
+    "circuit_faithfulness",
     "cls_influence",
     "decomposition_error",
     "delta_af",
