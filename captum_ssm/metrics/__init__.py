@@ -27,9 +27,11 @@ from captum_ssm.metrics.perturbation import (
     pruning,
 )
 from captum_ssm.metrics.segmentation import SegmentationScores, average_precision, segmentation
+from captum_ssm.metrics.smallest_circuit import Circuit, find_circuit
 
 __all__ = [
     "Agreement",
+    "Circuit",
     "CircuitFaithfulness",
     "Curve",
     "Interval",
@@ -44,6 +46,7 @@ __all__ = [
     "decomposition_error",
     "delta_af",
     "evaluate",
+    "find_circuit",
     "flipping",
     "hit_rate",
     "knockout_agreement",
