@@ -30,6 +30,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
+from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.registry import channels_of
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import bound, undo
@@ -201,6 +202,12 @@ class _Edits:
     visits: Counter[str] = field(default_factory=Counter)
     mask: Tensor | None = None
     busy: bool = False
+    calls: LinearCalls | None = None  # of the mixer that is running
+
+    @cached_property
+    def linears(self) -> set[nn.Module]:
+        """The linear layers of the mixers."""
+        return {layer for mixer in self.paths for layer in mixer.modules() if is_plain(layer)}
 
     def enter(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model runs: its own padding mask, and the run without the edits."""
@@ -217,6 +224,13 @@ class _Edits:
     def acts_on(self, module: nn.Module) -> bool:
         """Whether a call of a module is edited."""
         return original(module) in self.paths and not self.busy
+
+    def keep(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        """Keep what a linear layer computed, so that freezing its mixer does not compute it."""
+        is_kept = self.calls is not None and original(module) in self.linears and len(args) == 1
+        # Nothing says whether tensors made under inference mode were changed since.
+        if is_kept and not result.is_inference():
+            self.calls.add(module, args[0], result)  # type: ignore[union-attr]
 
     def leave(self, call: MixerCall) -> MixerCall:
         """A call with what takes the place of its result."""
@@ -268,7 +282,7 @@ _LOCK = threading.Lock()
 @contextmanager
 def _noticed(edits: _Edits) -> Iterator[None]:
     # Calls of the modules that an intervention is about go through it, in this thread.
-    modules = {edits.model, *edits.paths}
+    modules = {edits.model, *edits.paths, *edits.linears}
     around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
     with ExitStack() as stack:
         undo(stack, _leave, edits, modules)
@@ -312,11 +326,19 @@ class _Forward:
         module, around = self.module, _EDITS.get().get(original(self.module), ())
         for edits in around:
             edits.enter(self, args, kwargs)
-        if not any(edits.acts_on(module) for edits in around):
-            return self.original(*args, **kwargs)
-        # The outputs of linear layers are kept, so that freezing the mixer does not compute them.
-        with LinearCalls() as linears:
+        editing = [edits for edits in around if edits.acts_on(module)]
+        linears = LinearCalls()
+        for edits in editing:
+            edits.calls = linears
+        try:
             result = self.original(*args, **kwargs)
+        finally:
+            for edits in editing:
+                edits.calls = None
+        for edits in around:
+            edits.keep(module, args, result)
+        if not editing:
+            return result
         call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
         call = replace(call, linears=linears)
         for edits in around:
