@@ -1,5 +1,6 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
+import { FlowGraph } from "./flow_graph.js";
 import { count, plain, visible } from "./format.js";
 
 const TEMPLATE = "template"; // the turn of what no message says
@@ -68,6 +69,7 @@ export class Example {
     const { name, outputs, deltas, maps, tokens = [], special = [], prompt = 0 } = data;
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.check = data.validation;
+    this.circuits = (data.circuits ?? []).map((circuit) => new FlowGraph(circuit));
     this.special = new Set(special);
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
@@ -95,6 +97,12 @@ export class Example {
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
     })));
+  }
+
+  // The circuit of an answer, if it was computed.
+  circuit({ output, answer }) {
+    const { position, answers } = this.outputs[output];
+    return this.circuits.find((graph) => [null, graph.at].includes(position) && graph.answer === answers[answer].text);
   }
 
   #textUnits(units) {
