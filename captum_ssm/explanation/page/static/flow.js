@@ -10,7 +10,7 @@ import { FlowStrip } from "./flow_strip.js";
 import { flowAloud, flowTitle, pathLine, pathSentence, shareOf } from "./flow_words.js";
 import { count, percent, quoted, signed } from "./format.js";
 
-const PAPER_WIDTH = 690; // pixels across a sheet
+const PAPER_WIDTH = 680; // pixels across a sheet
 const PAPER_HEIGHT = 760;
 
 const colorMark = (side) => element("i", { class: `swatch ${side}` });

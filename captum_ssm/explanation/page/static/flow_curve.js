@@ -30,6 +30,8 @@ export class FlowCurve {
 
   update(graph, k) {
     Object.assign(this, { graph, k });
+    this.node.hidden = !graph.stops.length;
+    if (this.node.hidden) return;
     const share = graph.share(k);
     const edges = element("b", {}, `${k.toLocaleString("en")} of ${graph.of.toLocaleString("en")}`);
     const much = element("b", {}, percent(max(0, share)));
@@ -58,6 +60,7 @@ export class FlowCurve {
     const words = [];
     if (isMeasured && !settled) words.push("The share does not settle within 10% here.");
     else if (settled > k) words.push(`From ${count(settled, "edge")} on the share stays within 10% of all.`);
+    if (isMeasured && this.graph.share(k) > 1.05) words.push("More than 100%: what is left out opposes the answer.");
     if (alone) {
       const which = alone.edges === 1 ? "the largest edge" : `the largest ${alone.edges} edges`;
       words.push(`With ${which} alone, the model ${alone.right ? "still gives" : "no longer gives"} this answer.`);

@@ -160,5 +160,5 @@ export class FlowGraph {
 export function largestHead({ heads = [], value }) {
   if (heads.length < 2) return "";
   const head = heads.reduce((best, part, n) => (abs(part) > abs(heads[best]) ? n : best), 0);
-  return `head ${head} ${signed(heads[head])} of ${signed(value)}`;
+  return `head ${head}: ${signed(heads[head])} of ${signed(value)}`;
 }

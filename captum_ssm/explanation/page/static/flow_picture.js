@@ -191,7 +191,7 @@ export class FlowPicture {
   #number(link, before) {
     const isLong = link.y0 - link.y1 > 40 && (this.layout.isSparse || before?.kind !== "stay");
     if (link.kind === "stay" && !isLong) return null;
-    const head = this.values.heads ? largestHead(link).replace(/ of .*/, "") : "";
+    const head = this.values.heads ? largestHead(link).replace(/ of .*/, "").replace(":", "") : "";
     return svg("text", { class: "number", ...numberPlace(link, this.layout.width) }, signed(link.value), head && ` · ${head}`);
   }
 
