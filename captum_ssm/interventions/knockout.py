@@ -13,7 +13,7 @@ from torch import Tensor
 from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.selection import Layers, Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.frozen_mixer import FORMULATIONS
+from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.operators import SoftmaxOperator, TokenOperator
 
 
