@@ -39,7 +39,7 @@ def test_it_is_the_graph_of_the_method(stories, tmp_path):
     assert explanation.settings["circuit"] is True
     explanation.save(tmp_path / "why.json")
     assert Explanation.load(tmp_path / "why.json").examples[0].circuits == example.circuits
-    assert "No circuit" not in explanation.to_html()
+    assert '"circuits":[{"tokens"' in explanation.to_html()
 
 
 def test_each_output_has_its_own(stories):
