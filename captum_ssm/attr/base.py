@@ -185,9 +185,13 @@ class TokenAttribution(Attribution):
             if new in known:
                 raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
             if name not in known and name not in RESULTS:
-                why = OF_CAPTUM.get(name) or did_you_mean(name, known).strip() or (
-                    f"An argument of the model goes into additional_forward_args, such as "
-                    f"{{{name!r}: ...}}."
+                why = (
+                    OF_CAPTUM.get(name)
+                    or did_you_mean(name, known).strip()
+                    or (
+                        f"An argument of the model goes into additional_forward_args, such as "
+                        f"{{{name!r}: ...}}."
+                    )
                 )
                 raise TypeError(
                     f"{self.get_name()}.attribute has no option {name!r}; expected "
