@@ -255,24 +255,20 @@ class ScaledOperator(AroundOperator):
         """
         B, L, D, _ = self.sizes
         ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
-        left = (ones if self.left is None else self.left[:, start:stop]).expand(B, stop - start, D)
-        right = (ones if self.right is None else self.right).expand(B, L, D)
-        lags = enumerate(taps.flip(-1)[:, :L].mT)
-        if columns is None:
-            sources = torch.stack([right.mT * tap[:, None] for _, tap in lags])
-        else:
-            sources = torch.stack([(right * tap * lagged(columns, lag)).mT for lag, tap in lags])
+        left = (ones if self.left is None else self.left[:, start:stop]) / D
+        left = left.expand(B, stop - start, D)
+        right = (ones if self.right is None else self.right).expand(B, L, D).mT
+        before = None if columns is None else columns.mT
+        sources = torch.stack([_through(right, tap, lag, before) for lag, tap in _lags(taps, L)])
         # What has a graph is summed by what autograd knows.
         tensors = (left, sources, self.inner.reference)
         has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         weighted = weighted_rows_torch if has_graph else kernels.weighted_rows
         tiles = []
         for first in range(start, stop, ROWS):
-            last = min(stop, first + ROWS)
-            tiles.append(
-                self._weighted(first, left[:, first - start : last - start], sources, weighted)
-            )
-        return torch.cat(tiles, 1) / D
+            rows = left[:, first - start : first - start + ROWS]
+            tiles.append(self._weighted(first, rows, sources, weighted))
+        return torch.cat(tiles, 1) if len(tiles) > 1 else tiles[0]
 
     def _weighted(self, first: int, left: Tensor, sources: Tensor, weighted: Any) -> Tensor:
         # Rows from the first one on, of the sum over the maps.
@@ -280,12 +276,12 @@ class ScaledOperator(AroundOperator):
         P = D // self.inner.maps
         index = torch.arange(first, first + R, device=self.device).expand(B, -1)
         last = first if self.is_causal else self.length
-        total = torch.zeros(B, R, self.length, dtype=self.dtype, device=self.device)
+        parts = []
         for m, end in self.inner.map_tiles(R, ENTRIES):
             at = slice(m * P, end * P)
             rows = self.inner.map_rows(index, m, end)
-            total = total + weighted(rows, left[..., at], sources[:, :, at], last)
-        return total
+            parts.append(weighted(rows, left[..., at], sources[:, :, at], last))
+        return sum_of(parts)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         return ScaledOperator(self.inner, product(self.left, left), product(self.right, right))
@@ -398,6 +394,19 @@ class ConvolvedOperator(AroundOperator):
         if grid is None and self.grid is None and self.right is None:
             return ConvolvedOperator(self.inner, join_taps(self.taps, taps))
         return super().convolved(taps, grid)
+
+
+def _lags(taps: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+    # The taps (D, K) by lag, those that a sequence is long enough for.
+    return enumerate(taps.flip(-1)[:, :length].mT)
+
+
+def _through(right: Tensor, tap: Tensor, lag: int, before: Tensor | None) -> Tensor:
+    # The factors (B, D, L) of each column through one tap.
+    weighed = right * tap[:, None]
+    if before is not None:
+        weighed[..., lag:] *= before[..., : before.shape[-1] - lag]
+    return weighed
 
 
 def lagged(x: Tensor, lag: int) -> Tensor:
