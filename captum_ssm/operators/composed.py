@@ -24,7 +24,7 @@ from captum_ssm.operators.conv import (
 from captum_ssm.utils.lazy import cached_property
 
 # Rows of heads at a time, and entries of their maps, which should fit the caches.
-ROWS, ENTRIES = 256, 1 << 20
+ROWS, ENTRIES = 256, 1 << 22
 
 
 @dataclass(frozen=True)
