@@ -24,7 +24,7 @@ from captum_ssm.kernels import diagonal as diagonal_module
 from captum_ssm.kernels import distances as distances_module
 from captum_ssm.kernels import linear_attention as linear_attention_module
 from captum_ssm.kernels import taps as taps_module
-from captum_ssm.kernels.weighted_rows import weighted_rows_torch
+from captum_ssm.kernels.weighted import weighted_rows_torch
 
 FILES = [__file__, __file__.replace("test_kernels", "test_kernel_gradients")]
 Coefficients = DiagonalCoefficients | LinearAttentionCoefficients
