@@ -24,6 +24,7 @@ from captum_ssm.attr.flow.shift import with_shifts
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
 from captum_ssm.attr.options import Arguments
+from captum_ssm.capture import FrozenModel
 from captum_ssm.capture.target import Against
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers.components import FORMULATIONS
