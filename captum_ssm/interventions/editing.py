@@ -228,8 +228,9 @@ class _Edits:
     def keep(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Keep what a linear layer computed, so that freezing its mixer does not compute it."""
         is_kept = self.calls is not None and original(module) in self.linears and len(args) == 1
-        # Nothing says whether tensors made under inference mode were changed since.
-        if is_kept and not result.is_inference():
+        # Nothing says whether tensors made under inference mode were changed since. An offloaded
+        # layer has let go of its weight by now.
+        if is_kept and not result.is_inference() and not module.weight.is_meta:
             self.calls.add(module, args[0], result)  # type: ignore[union-attr]
 
     def leave(self, call: MixerCall) -> MixerCall:

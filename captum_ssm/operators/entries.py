@@ -31,7 +31,9 @@ def entries(
         >>> some = entries(operator, *torch.tensor([[0, 1], [4, 2], [1, 2]]))
         >>> torch.testing.assert_close(some[0], operator.matrix()[0, :, 4, 1])
     """
-    if not isinstance(operator, DiagonalOperator) or operator.conv is not None:
+    if not isinstance(operator, DiagonalOperator):
+        return None
+    if operator.conv is not None or operator.columns is not None:
         return None
     step = max(1, tile_entries(1 << 24) // operator.A.numel())
     parts = zip(example.split(step), target.split(step), source.split(step), strict=True)
