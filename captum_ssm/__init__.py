@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         MambaLRP,
         MambaRollout,
         RawAttention,
+        RelevanceFlow,
         UnifiedImplicitAttention,
     )
     from captum_ssm.discovery.scans import register_scan
@@ -65,6 +66,7 @@ __all__ = [
     "RawAttention",
     "ReceptiveField",
     "ReconstructionError",
+    "RelevanceFlow",
     "SSMLLMAttribution",
     "Support",
     "TargetError",

@@ -1,23 +1,33 @@
 """The attribution methods, one a file."""
 
 from captum_ssm.attr.base import TokenAttribution, methods
+from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.graph import FlowGraph
+from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.latim import LaTIM
 from captum_ssm.attr.mamba_attribution import MambaAttribution
 from captum_ssm.attr.mamba_lrp import MambaLRP
 from captum_ssm.attr.maps.maps import MapChoices
 from captum_ssm.attr.options import Option
 from captum_ssm.attr.raw_attention import RawAttention
+from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.attr.rollout import MambaRollout
 from captum_ssm.attr.unified import UnifiedImplicitAttention
 
 __all__ = [
+    "Edge",
+    "FlowGraph",
     "LaTIM",
+    "LayerEdges",
     "MambaAttribution",
     "MambaLRP",
     "MambaRollout",
     "MapChoices",
     "Option",
     "RawAttention",
+    "RelevanceEdges",
+    "RelevanceFlow",
     "TokenAttribution",
     "UnifiedImplicitAttention",
     "methods",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from captum_ssm.wiring.ledger import structure
 
 # Where relevance of an input is read, and of which entries it is; None for all.
 Leaves = Sequence[tuple[Tensor, Tensor | None]]
+
+
+StandIns = TypeVar("StandIns", bound="RelevanceStandIns")
 
 
 class MambaLRP(TokenAttribution):
@@ -99,48 +102,62 @@ class MambaLRP(TokenAttribution):
         The delta is the score minus the sum of relevance: what the bias terms contribute, and what
         parts of the model that could not be frozen fail to conserve.
         """
-        inputs, target, position = arguments.inputs, arguments.target, arguments.position
-        request = with_leaves(self._request(inputs, arguments.additional_forward_args))
+        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
+        rules, frozen = self._propagated(request, arguments, RelevanceStandIns)
+        score = frozen.require_score()
+        relevance = rules.relevance(score)
+        self._warn(frozen)
+        result = of_inputs(frozen, relevance)
+        return (result, delta(score, result)) if arguments.return_convergence_delta else result
+
+    def _propagated(
+        self, request: Request, arguments: Arguments, stand_ins: Callable[[Request], StandIns]
+    ) -> tuple[StandIns, FrozenModel]:
+        """A run in which frozen forms stand in for all that depends on data, and these."""
         find_unknown_mixers(request)
         model, is_new = request.module, not is_settled(request.module)
-        rules, frozen = self._ruled(request, position, target, wiring=is_new)
+        run = partial(self._ruled, request, arguments, stand_ins)
+        rules, frozen = run(wiring=is_new)
         made_of = structure([frozen.require_score().grad_fn])
         if not is_new and not is_settled(model, made_of):
             # Its graph is made of something that was not there before.
             search_anew(model)
-            rules, frozen = self._ruled(request, position, target, wiring=True)
+            rules, frozen = run(wiring=True)
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
-            rules, frozen = self._ruled(request, position, target, wiring=True)
-        score = frozen.require_score()
-        settle(model, made_of | structure([score.grad_fn]))
-        relevance = rules.relevance(score)
-        frozen.warn_of_padding()
-        warn_of_unknown(model, frozen.wiring.refused or frozen.wiring.unknown or None)
-        result = format_output(
-            request.packed,
-            tuple(map(partial(_of_input, frozen), request.inputs, relevance)),
-        )
-        return (result, delta(score, result)) if arguments.return_convergence_delta else result
+            rules, frozen = run(wiring=True)
+        settle(model, made_of | structure([frozen.require_score().grad_fn]))
+        return rules, frozen
 
     def _ruled(
-        self, request: Request, position: Any, target: Any, *, wiring: bool
-    ) -> tuple[RelevanceStandIns, FrozenModel]:
-        rules = RelevanceStandIns(request)
+        self,
+        request: Request,
+        arguments: Arguments,
+        stand_ins: Callable[[Request], StandIns],
+        *,
+        wiring: bool,
+    ) -> tuple[StandIns, FrozenModel]:
+        rules = stand_ins(request)
         with (
             memory_limit(self.memory_limit),
             limited_graph(request.module, self.get_name()),
         ):
             frozen = self._run(
                 request,
-                position,
-                target=target,
-                also=has_a_rule,
+                arguments.position,
+                target=arguments.target,
+                also=rules.picks,
                 substitution=rules,
                 query=False,
                 wiring=wiring,
             )
         return rules, frozen
+
+    def _warn(self, frozen: FrozenModel) -> None:
+        # The warnings of a run: padding that is read, and what could not be frozen.
+        frozen.warn_of_padding()
+        unknown = frozen.wiring.refused or frozen.wiring.unknown or None
+        warn_of_unknown(frozen.request.module, unknown)
 
 
 def has_a_rule(module: nn.Module) -> bool:
@@ -172,6 +189,10 @@ class RelevanceStandIns(FrozenStandIns):
     def begin(self) -> None:
         super().begin()
         self.embedded.clear()
+
+    def picks(self, module: nn.Module) -> bool:
+        """Whether calls of a module outside of the mixers are looked at."""
+        return has_a_rule(module)
 
     def needs_graph(self, module: nn.Module) -> bool:
         adapter = find_adapter(module)
@@ -280,6 +301,14 @@ def with_leaves(request: Request) -> Request:
 
     with torch.inference_mode(False):
         return replace(request, inputs=tuple(map(leaf, request.inputs)))
+
+
+def of_inputs(frozen: FrozenModel, relevance: Sequence[Tensor]) -> Any:
+    """The relevance of each input's entries as ``attribute`` returns it, zero on padding."""
+    request = frozen.request
+    return format_output(
+        request.packed, tuple(map(partial(_of_input, frozen), request.inputs, relevance))
+    )
 
 
 def _of_input(frozen: FrozenModel, tensor: Tensor, relevance: Tensor) -> Tensor:

@@ -30,12 +30,16 @@ def times(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[
 
 
 def coefficients_at(
-    leaves: Sequence[Tensor], score: Tensor, starts: Sequence[Tensor] | None = None
+    leaves: Sequence[Tensor],
+    score: Tensor,
+    starts: Sequence[Tensor] | None = None,
+    *,
+    retain_graph: bool = False,
 ) -> list[Tensor | None]:
     """The gradients of ``score`` (summed over the batch) at leaves, by the rules of relevance.
 
-    None at a leaf that the score does not depend on. The graph can be used once. It begins at
-    ``starts``, or at the leaves themselves.
+    None at a leaf that the score does not depend on. The graph can be used once, unless it is
+    retained. It begins at ``starts``, or at the leaves themselves.
 
     Raises:
         ValueError: if no relevance can be propagated to any of the leaves.
@@ -48,10 +52,12 @@ def coefficients_at(
             connected = carries[score.grad_fn]
             unknown, share = without_rule(carries), None
             if connected:
-                gradients = gradients_at(leaves, score, retain_graph=bool(unknown))
+                gradients = gradients_at(leaves, score, retain_graph=retain_graph or bool(unknown))
             if connected and unknown:
                 with stopped(carries):
-                    rest = torch.autograd.grad(score.sum(), list(leaves), allow_unused=True)
+                    rest = torch.autograd.grad(
+                        score.sum(), list(leaves), allow_unused=True, retain_graph=retain_graph
+                    )
                 share = _share(times(leaves, gradients), times(leaves, rest))
         if not connected:
             gradients_at(leaves, score)  # raises if there is no gradient either

@@ -87,6 +87,8 @@ class Rebuilt:
             the latter. Default: None
         off (tuple of Tensor, optional): how far the output projection is from its weight, and the
             size of what it returns, ``(B, L)``, where that was compared. Default: None
+        gated (Tensor, optional): the input of the output projection, in the graph that ``output``
+            is made of. Default: None
     """
 
     output: Tensor
@@ -94,6 +96,7 @@ class Rebuilt:
     rounding: float
     projected: tuple[Tensor, Tensor] | None = None
     off: tuple[Tensor, Tensor] | None = None
+    gated: Tensor | None = None
 
     @classmethod
     def of(
@@ -114,8 +117,9 @@ class Rebuilt:
         if own is None or own.shape != gated.shape:
             output = mixer.projected(gated)
             off = None if call is None or is_quantized(call.module) else _off_weight(mixer, gated)
-            return cls(output, share, mixer.rounding, off=off)
-        return cls(mixer.projected(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
+            return cls(output, share, mixer.rounding, off=off, gated=gated)
+        output = mixer.projected(_Own.apply(gated, own))
+        return cls(output, share, mixer.rounding, (gated, own), gated=gated)
 
 
 def _off_weight(mixer: FrozenMixer, gated: Tensor) -> tuple[Tensor, Tensor] | None:

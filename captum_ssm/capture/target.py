@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,28 @@ from captum_ssm.utils.integers import as_index, as_integers
 from captum_ssm.wiring.wiring import Wiring
 
 
+@dataclass(frozen=True)
+class Against:
+    """A target whose score is compared with that of other answers: why this one, and not those.
+
+    Args:
+        target (Any): as for ``attribute``.
+        foil (Any, optional): another target, whose score is subtracted; ``"others"`` for the scores
+            of all other answers, weighted by their probabilities without the target's, which count
+            as constants. Default: ``"others"``
+    """
+
+    target: Any
+    foil: Any = "others"
+
+
 def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
     """The explained score ``(B,)`` of a run with its graph."""
+    if isinstance(target, Against):
+        score = read_score(recording, target.target, position)
+        if isinstance(target.foil, str):
+            return score - _score_of_others(recording, target.target, position)
+        return score - read_score(recording, target.foil, position)
     logits = extract_logits(recording.output)
     target, position = _split_target(recording, target, position)
     with torch.inference_mode(False), torch.enable_grad():
@@ -151,6 +172,7 @@ def _split_target(
     # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
     # a list.
     # An entry of a dense output may be named together with the token that it is read at.
+    target = target.target if isinstance(target, Against) else target
     is_only_place = is_only_place and position is None
     if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
         return target, position
@@ -185,7 +207,7 @@ def _check_count(given: int, batch: int) -> None:
 
 def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> Tensor:
     """The explained score of each example, ``(B,)``."""
-    B, L = recording.shape[0], counted_tokens(recording)
+    B = recording.shape[0]
     is_row = recording.is_language or (position is not None and as_index(target) is not None)
     if not (is_row and _is_tokens(recording)):
         return captum_score(logits, target, B)
@@ -194,15 +216,42 @@ def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> 
             f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
             "pass a token id, one id per example, or (position, token)."
         )
-    query = _asked(recording, position)
     token = token_ids(_as_tokens(target, logits), logits.shape[-1])
-    row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
+    return _row_of(recording, logits, position)[torch.arange(B, device=logits.device), token]
+
+
+def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
+    # The logits (B, V) of the token that is asked for.
+    B, L = recording.shape[0], counted_tokens(recording)
+    row = _asked(recording, position).argmax(1).to(logits.device) - (L - logits.shape[1])
     if bool((row < 0).any()):
         raise InputError(
             f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
             "position asked for is before them."
         )
-    return logits[torch.arange(B, device=logits.device), row, token]
+    return logits[torch.arange(B, device=logits.device), row]
+
+
+def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor:
+    # The mean score of all answers but the target's, (B,), by the probabilities that they have
+    # among themselves; zero for an output that is one score.
+    logits = extract_logits(recording.output)
+    target, position = _split_target(recording, target, position)
+    if logits.dim() == 3 and _is_tokens(recording):
+        logits = _row_of(recording, logits, position)
+    if logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1):
+        return logits.new_zeros(len(logits))
+    if logits.dim() != 2:
+        raise TargetError(
+            f"the output has shape {tuple(logits.shape)}, in which it is not known which answers "
+            "the target competes with; expected logits (B, classes) or (B, tokens, vocabulary). "
+            "Pass against=None to explain the score alone, or another target as against=."
+        )
+    answer = token_ids(_as_tokens(target, logits), logits.shape[-1])
+    with torch.inference_mode(False), torch.enable_grad():
+        rivals = logits.detach().float().scatter(1, answer[:, None], -torch.inf)
+        weights = torch.softmax(rivals, 1).to(logits)
+        return (torch.where(weights > 0, logits, 0) * weights).sum(1)
 
 
 def token_ids(target: Tensor, vocabulary: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule, with_leaves
+from captum_ssm.attr.flow.activations import ActivationStandIns, coefficients_of
+from captum_ssm.attr.mamba_lrp import with_leaves
 from captum_ssm.attr.relevance import coefficients_at
-from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
-from captum_ssm.capture.check import Rebuilt
+from captum_ssm.capture import FrozenCall, exact_arithmetic, freeze
 from captum_ssm.capture.recording import gradients_at
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.editing import OpenMixer, edited
@@ -22,7 +21,7 @@ from captum_ssm.interventions.patching import Pair, Patching, check_component
 from captum_ssm.interventions.runs import Runs
 from captum_ssm.interventions.selection import Layers
 from captum_ssm.interventions.states import state_operator, states_of, writes
-from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.mixers import FrozenMixer
 from captum_ssm.utils.allocator import workspace
 
 RULES = ("gradient", "relp")
@@ -184,41 +183,27 @@ def _slopes(
 def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
     # The coefficients of MambaLRP at activations inside of the frozen mixers.
     request = with_leaves(pair.corrupted.request)
-    rules = _RulesWithActivations(request)
+    rules = ActivationStandIns(request)
     frozen = freeze(
         request,
         position=runs.position,
         target=runs.target,
         query=False,
-        also=has_a_rule,
+        also=rules.picks,
         substitution=rules,
         check=check,
         wiring=False,
     )
     names = [layer.name for layer in frozen.layers]
-    if len(rules.activations) != len(names):
+    if len(rules.made_of) != len(names):
         raise UnsupportedModelError(
             "a mixer of this model was measured, and runs as it is in relevance propagation, so "
             "its values have no coefficients; expected rule='gradient', or an adapter registered "
             "with captum_ssm.register_mixer(module_type, freeze)."
         )
     score, starts = frozen.require_score(), rules.starts()
-    activations = dict(zip(names, rules.activations, strict=True))
-    return _slopes(activations, lambda tensors: coefficients_at(tensors, score, starts))
-
-
-class _RulesWithActivations(RelevanceStandIns):
-    # The rules of MambaLRP; the activations inside of each mixer stay in the graph.
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.activations: list[_Slopes] = []
-        self.kept_bytes = math.inf
-
-    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
-        frozen = mixer.detach_coefficients()
-        scans = [scan for scan, _, _ in frozen.scans_in_order()]
-        mixed = [scan.mixed for scan in scans]
-        rebuilt = Rebuilt.of(frozen, call, mixed)
-        values = [scan.values for scan in scans]
-        self.activations.append(_Slopes(rebuilt.output, values, mixed))
-        return rebuilt
+    found = coefficients_of(rules.made_of, lambda x: coefficients_at(x, score, starts))
+    return {
+        name: _Slopes(one.output, one.values, one.mixed)
+        for name, one in zip(names, found, strict=True)
+    }

@@ -1,6 +1,7 @@
 """Adapters: one small file per architecture family, from a recorded call to a frozen mixer."""
 
 from captum_ssm.mixers.call import MixerCall
+from captum_ssm.mixers.components import COMPONENTS, FORMULATIONS, check_components
 from captum_ssm.mixers.families import attention as attention
 from captum_ssm.mixers.families import convolved_attention as convolved_attention
 from captum_ssm.mixers.families import delta as delta
@@ -14,7 +15,7 @@ from captum_ssm.mixers.families import short_convolution as short_convolution
 from captum_ssm.mixers.families import ssd as ssd
 from captum_ssm.mixers.families import vision as vision
 from captum_ssm.mixers.families import xlstm as xlstm
-from captum_ssm.mixers.frozen_mixer import COMPONENTS, FORMULATIONS, FrozenMixer, check_components
+from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import (
     ShortConv,
     activation_factor,

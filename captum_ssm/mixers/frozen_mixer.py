@@ -11,16 +11,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers.components import PAPER_COMPONENTS, check_components
 from captum_ssm.mixers.parts import ImageConv, ShortConv
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import product, sum_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached
 from captum_ssm.utils.renamed import renamed
-
-COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
-PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
-FORMULATIONS = ("hidden", "unified")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +199,30 @@ class FrozenMixer:
         """The scans that the mixer adds up, each with its order of the tokens and its weight."""
         return [(self, None, 1.0)]
 
-    def mix(self, values: Tensor) -> Tensor:
-        """The recurrence applied to ``values (B, L, D)``, plus the skip: ``(B, L, D)``."""
+    @property
+    def has_token_shift(self) -> bool:
+        """Whether values are mixed with those of the token before, in a way that no map shows."""
+        by_token = self.conv_bias is not None and self.conv_bias.dim() == 3
+        return by_token or self.neighbor_share > 0
+
+    def with_row_factors(self, factors: Sequence[Tensor]) -> FrozenMixer:
+        """This mixer, whose unified maps have other row factors than gate and norm.
+
+        Args:
+            factors (sequence of Tensor): for each of :meth:`scans_in_order`, ``(B, L, D)``, in its
+                order.
+        """
+        return replace(self, gate=factors[0], norm=None)
+
+    def mix(self, values: Tensor, factor: float = 1.0) -> Tensor:
+        """The recurrence applied to ``values (B, L, D)``, plus the skip: ``(B, L, D)``.
+
+        Args:
+            values (Tensor): v.
+            factor (float, optional): multiplies the recurrence, not the skip. Default: 1.0
+        """
         y = self.recurrence.matvec(values)
+        y = y if factor == 1 else factor * y
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
     def gated_output(self, mixed: Sequence[Tensor] | None = None) -> Tensor:
@@ -354,35 +372,3 @@ class _TimesConstant(torch.autograd.Function):
             return None, None
         x, known = ctx.saved_tensors
         return grad * (known / torch.where(x.abs() < 1e-6, 1e-6, x)), None
-
-
-def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:
-    """The chosen components, by name; None for None.
-
-    The arguments are those of :meth:`FrozenMixer.operator`; the name of one component will do.
-
-    Raises:
-        ValueError: for an unknown formulation or component, or components without ``"unified"``.
-        TypeError: for components that are not iterable.
-
-    Examples::
-
-        >>> check_components("unified", ["gate"])
-        ('gate',)
-    """
-    if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
-    if components is None:
-        return None
-    if formulation == "hidden":
-        raise ValueError(
-            "components were given with formulation='hidden', which is the recurrence alone; "
-            "pass formulation='unified' to choose components."
-        )
-    if not isinstance(components, Iterable):
-        raise TypeError(f"components is {components!r}; expected any of {COMPONENTS}.")
-    chosen = (components,) if isinstance(components, str) else tuple(components)
-    unknown = [c for c in chosen if c not in COMPONENTS]
-    if unknown:
-        raise ValueError(f"components holds {unknown}; expected any of {COMPONENTS}.")
-    return chosen

@@ -76,6 +76,9 @@ class ReorderedMixer(FrozenMixer):
     def remainder(self) -> Tensor:
         return _to_model(self.inner.remainder(), self.order)
 
+    def with_row_factors(self, factors: Sequence[Tensor]) -> FrozenMixer:
+        return ReorderedMixer.of(self.inner.with_row_factors(factors), self.order)
+
     def detach_coefficients(self) -> Self:
         return replace(self, inner=self.inner.detach_coefficients())
 

@@ -36,7 +36,7 @@ NAMES = (
     *("LaTIM", "MambaAttribution", "MambaLRP", "MambaRollout", "RawAttention"),
     *("UnifiedImplicitAttention", "SSMLLMAttribution", "hidden_attention"),
     *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
-    *("InputError", "MemoryLimitError", "ReconstructionError", "TargetError"),
+    *("InputError", "MemoryLimitError", "ReconstructionError", "RelevanceFlow", "TargetError"),
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
     *("Area", "ReceptiveField", "effective_receptive_field", "Explanation", "explain"),
 )

@@ -100,6 +100,11 @@ class FrozenScans(FrozenMixer):
         """The scans, their orders and their common factor."""
         return [(s, o, self.scale) for s, o in zip(self.scans, self.orders, strict=True)]
 
+    def with_row_factors(self, factors: Sequence[Tensor]) -> FrozenMixer:
+        pairs = zip(self.scans, factors, strict=True)
+        scans = tuple(scan.with_row_factors([factor]) for scan, factor in pairs)
+        return replace(self, scans=scans, scale=1.0)
+
     def detach_coefficients(self) -> Self:
         scans = tuple(scan.detach_coefficients() for scan in self.scans)
         return replace(super().detach_coefficients(), scans=scans)

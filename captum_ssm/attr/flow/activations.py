@@ -1,0 +1,218 @@
+"""The activations inside of frozen mixers, kept in the graph of a run, and their coefficients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.attr.mamba_lrp import RelevanceStandIns
+from captum_ssm.attr.relevance import coefficients_at, times
+from captum_ssm.capture import Request
+from captum_ssm.capture.check import Rebuilt
+from captum_ssm.capture.recording import gradients_at
+from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.utils.nested import tensors_in, with_first
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one frozen mixer was given, and what its parts returned, or coefficients at these.
+
+    Args:
+        mixer (FrozenMixer): the mixer.
+        inputs, values, mixed (list of Tensor): what each scan's convolution, its recurrence, and
+            its skip were given and returned, ``(B, L, D)``, in the scan's order: u, v and y.
+        gated (Tensor): what the output projection is given, ``(B, L, D)``.
+        output (Tensor): what the mixer returns, ``(B, L, E)``.
+    """
+
+    mixer: FrozenMixer = field(repr=False)
+    inputs: list[Tensor]
+    values: list[Tensor]
+    mixed: list[Tensor]
+    gated: Tensor
+    output: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in one list."""
+        return [*self.inputs, *self.values, *self.mixed, self.gated, self.output]
+
+    def replaced(self, tensors: Sequence[Tensor]) -> Activations:
+        """These with others in the place of :attr:`tensors`, such as their coefficients."""
+        n = len(self.mixed)
+        inputs, values, mixed = (list(tensors[k * n : (k + 1) * n]) for k in range(3))
+        gated, output = tensors[3 * n :]
+        return Activations(self.mixer, inputs, values, mixed, gated, output)
+
+
+@dataclass(frozen=True)
+class BlockStream:
+    """The residual stream around one block of the model, in the graph.
+
+    Args:
+        before, after (list of Tensor): the tensors ``(B, L, ...)`` that the block is given, and
+            those that it returns.
+        mixers (range): which of the run's mixers are in it.
+    """
+
+    before: list[Tensor]
+    after: list[Tensor]
+    mixers: range
+
+
+class ActivationStandIns(RelevanceStandIns):
+    """The rules of MambaLRP, with the activations inside of each mixer kept in the graph.
+
+    Args:
+        request (Request): what is run.
+        blocks (set of nn.Module, optional): further modules, whose inputs and outputs are kept.
+            Default: None
+        rule (str, optional): ``"lrp"``; ``"gradient"`` leaves the coefficients in the graph, and
+            what is outside of the mixers as it is. Default: ``"lrp"``
+        scale (float, optional): a factor of all edges in the run. Default: 1.0
+
+    Attributes:
+        made_of (list of Activations): by mixer, in forward order.
+        streams (list of BlockStream): by block, in forward order.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        blocks: set[nn.Module] | None = None,
+        rule: str = "lrp",
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(request)
+        self.scale = scale
+        self.blocks = blocks or set()
+        self.rule = rule
+        self.made_of: list[Activations] = []
+        self.streams: list[BlockStream] = []
+        self.kept_bytes = math.inf
+
+    def picks(self, module: nn.Module) -> bool:
+        return module in self.blocks or super().picks(module)
+
+    def begin(self) -> None:
+        super().begin()
+        self.made_of.clear()
+        self.streams.clear()
+
+    def __call__(self, call: MixerCall) -> Any:
+        before = len(self.made_of)
+        result = super().__call__(call)
+        if self.scale == 1 or len(self.made_of) == before:
+            return result
+        changed = self.made_of[-1].output
+        return with_first(call.result, changed.reshape(call.output.shape).to(call.output.dtype))
+
+    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
+        return self.rebuilt_of(mixer.detach_coefficients() if self.rule == "lrp" else mixer, call)
+
+    def rebuilt_of(self, frozen: FrozenMixer, call: MixerCall) -> Rebuilt:
+        """As :meth:`rebuilt`, of a mixer whose coefficients are what they shall be."""
+        scans = [scan for scan, _, _ in frozen.scans_in_order()]
+        if self.scale == 1:
+            mixed = [scan.mixed for scan in scans]
+            rebuilt = Rebuilt.of(frozen, call, mixed)
+        else:
+            mixed = [scan.mix(scan.values, self.scale) for scan in scans]
+            gated = frozen.gated_output_of(mixed)
+            one = torch.ones(len(gated))
+            rebuilt = Rebuilt(frozen.projected(gated), one, frozen.rounding, gated=gated)
+        inputs, values = [scan.inputs for scan in scans], [scan.values for scan in scans]
+        assert rebuilt.gated is not None
+        self.made_of.append(
+            Activations(frozen, inputs, values, mixed, rebuilt.gated, rebuilt.output)
+        )
+        return rebuilt
+
+    def other(self, call: MixerCall) -> Tensor | None:
+        if call.module in self.blocks:
+            shape = call.output.shape[:2]
+            before, after = (
+                [x for x in tensors_in(part) if x.is_floating_point() and x.shape[:2] == shape]
+                for part in ((call.args, call.kwargs), call.result)
+            )
+            first = self.streams[-1].mixers.stop if self.streams else 0
+            self.streams.append(BlockStream(before, after, range(first, len(self.made_of))))
+            return None
+        if self.rule == "lrp" or isinstance(call.module, nn.Embedding):
+            return super().other(call)
+        return None
+
+
+@dataclass(frozen=True)
+class PropagatedRun:
+    """A run, and the coefficients of its score at all that was kept of it.
+
+    Args:
+        streams (list of BlockStream): around its blocks.
+        kept (list of Activations): inside of its mixers.
+        coefficients (dict): of tensors, by their identity; None where the score does not depend on
+            one.
+    """
+
+    streams: list[BlockStream]
+    kept: list[Activations]
+    coefficients: dict[int, Tensor | None] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, stand_ins: ActivationStandIns, score: Tensor, rule: str, *, retain_graph: bool
+    ) -> PropagatedRun:
+        """A run's coefficients, from one backward pass by a rule."""
+        kept, streams, starts = stand_ins.made_of, stand_ins.streams, stand_ins.starts()
+        around = [x for stream in streams for x in (*stream.before, *stream.after)]
+        inside = [x for one in kept for x in one.tensors]
+        wanted = {id(x): x for x in (*starts, *inside, *around) if x.requires_grad}
+        tensors = list(wanted.values())
+        if rule == "lrp":
+            found = coefficients_at(tensors, score, starts, retain_graph=retain_graph)
+        else:
+            found = gradients_at(tensors, score)
+        return cls(streams, kept, dict(zip(wanted, found, strict=True)))
+
+    def coefficient_at(self, x: Tensor) -> Tensor | None:
+        """The coefficient at one tensor."""
+        return self.coefficients.get(id(x))
+
+    def coefficients_at(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The coefficients at tensors."""
+        return [self.coefficient_at(x) for x in tensors]
+
+    def with_coefficients(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Those tensors that the score depends on, with their coefficients."""
+        found = ((x, self.coefficient_at(x)) for x in tensors)
+        return [(x, g) for x, g in found if g is not None]
+
+    def relevance_at(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The relevance of tensors' entries, in their shapes."""
+        return times(tensors, self.coefficients_at(tensors))
+
+
+def coefficients_of(
+    kept: Sequence[Activations], of: Callable[[list[Tensor]], list[Tensor | None]]
+) -> list[Activations]:
+    """Coefficients in the place of activations, zero where the score does not depend on one.
+
+    Args:
+        kept (sequence of Activations): by mixer.
+        of (Callable): returns the coefficients at tensors.
+    """
+    tensors = [x for one in kept for x in one.tensors]
+    wanted = {id(x): x for x in tensors if x.requires_grad}
+    found = dict(zip(wanted, of(list(wanted.values())), strict=True))
+
+    def one(x: Tensor) -> Tensor:
+        coefficient = found.get(id(x))
+        return torch.zeros_like(x) if coefficient is None else coefficient.detach()
+
+    return [layer.replaced([one(x) for x in layer.tensors]) for layer in kept]

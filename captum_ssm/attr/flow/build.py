@@ -1,0 +1,180 @@
+"""A flow graph, put together from the edges of all layers and the nodes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.graph import FlowGraph, FlowLayer
+from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
+from captum_ssm.attr.flow.paths import joined
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.operators.composed import sum_of
+
+# So many edges of a layer are candidates for a graph, and so many are drawn at most.
+CANDIDATES, MOST = 1000, 300
+# Relevance by head is told of layers with so many maps at most.
+FEW_HEADS = 16
+
+
+def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
+    """The graph of one example.
+
+    Args:
+        edges (RelevanceEdges): with the nodes of the residual stream.
+        example (int): which of the batch.
+        share (float): of the size of all edges between tokens that the graph's edges hold, where so
+            many lead to the output.
+    """
+    steps = [[list(edges.values())[k] for k in step] for step in edges.steps]
+    nodes = _nodes(edges, steps)
+    if len({tuple(x.shape) for x in nodes}) > 1:
+        raise UnsupportedModelError(
+            "the layers of this model work on different tokens, so they form no graph over one "
+            "row of tokens; expected layers that all work on the input's tokens. The edges of each "
+            "layer are there: call edges()."
+        )
+    rankings = [[layer.ranking(CANDIDATES, between=True) for layer in step] for step in steps]
+    total = {
+        name: torch.stack([sum_of([_summed(one, name) for one in step]) for step in steps])
+        for name in ("out", "skip", "gate", "bias")
+    }
+    own = total["skip"] + torch.stack([sum_of([r.own for r in step]) for step in rankings])
+    given = torch.stack([sum_of([layer.out_of for layer in step]) for step in steps])
+    residual, into, past = _of_blocks(edges, total["out"])
+    passing = nodes[1:] - _moved(past) - total["out"]
+    stays = passing + own + total["gate"]
+    lost = nodes[:-1] + _moved(into) - stays - (given - own + total["skip"])
+    chosen, whole = _chosen(edges, steps, rankings, nodes, example, share)
+    return FlowGraph(
+        [_layer(step) for step in steps],
+        nodes[:, example],
+        stays[:, example],
+        residual[:, example],
+        own[:, example],
+        total["gate"][:, example],
+        (passing - residual.nan_to_num(0.0))[:, example],
+        total["bias"][:, example],
+        lost[:, example],
+        (into + past)[:, example],
+        chosen,
+        _heads(edges, chosen, example),
+        torch.stack([sum_of([r.positive for r in step])[example] for step in rankings]),
+        float(edges.score[example]),
+        _token_relevance(edges, example, nodes),
+        (nodes[-1, example] != 0).nonzero()[:, 0].tolist(),
+        whole,
+        edges.formulation,
+        [str(t) for t in range(nodes.shape[-1])],
+    )
+
+
+def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tensor:
+    # (W + 1, B, L): measured at the blocks' ends, and inside of them what the books say.
+    first = {step[0]: s for s, step in enumerate(edges.steps)}
+    last = {k: s for s, step in enumerate(edges.steps) for k in step}
+    known: dict[int, Tensor] = {}
+    for block in edges.blocks:
+        if len(block.mixers):
+            known.setdefault(last[block.mixers[-1]] + 1, block.after)
+    for block in edges.blocks:
+        if len(block.mixers) and block.mixers[0] in first:
+            known[first[block.mixers[0]]] = block.before
+    W = len(steps)
+    if W not in known:
+        raise UnsupportedModelError(
+            "the residual stream after the last mixer was not found in this model; expected blocks "
+            "in a ModuleList or Sequential, which take and return the tokens. The edges of each "
+            "layer are there: call edges()."
+        )
+    for s in reversed(range(W)):
+        if s not in known:
+            books = [one.out_of + one.skip + one.gate - one.out for one in steps[s]]
+            known[s] = known[s + 1] + sum_of(books)
+    return torch.stack([known[s] for s in range(W + 1)])
+
+
+def _summed(layer: LayerEdges, name: str) -> Tensor:
+    return getattr(layer, name)
+
+
+def _of_blocks(edges: RelevanceEdges, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # What passes by each step, NaN where that is not known, and what token shifts move into it and
+    # past it: (W, B, L).
+    residual = torch.full_like(like, torch.nan)
+    into, past = torch.zeros_like(like), torch.zeros_like(like)
+    for block in edges.blocks:
+        inside = [s for s, step in enumerate(edges.steps) if set(step) <= set(block.mixers)]
+        if len(inside) == 1:
+            if block.residual is not None:
+                residual[inside[0]] = block.residual
+            if block.shifts is not None:
+                into[inside[0]], past[inside[0]] = block.shifts
+    return residual, into, past
+
+
+def _moved(shift: Tensor) -> Tensor:
+    # What shifts (..., L) give to each token, minus what they take from it.
+    return shift - torch.nn.functional.pad(shift[..., 1:], (0, 1))
+
+
+def _layer(step: Sequence[LayerEdges]) -> FlowLayer:
+    kinds = {layer.kind for layer in step}
+    kind = kinds.pop() if len(kinds) == 1 else "hybrid"
+    name = " + ".join(layer.name for layer in step)
+    return FlowLayer(name, kind, sum(layer.heads_count for layer in step))
+
+
+def _chosen(
+    edges: RelevanceEdges,
+    steps: Sequence[Sequence[LayerEdges]],
+    rankings: Sequence[Sequence[Ranking]],
+    nodes: Tensor,
+    example: int,
+    share: float,
+) -> tuple[list[Edge], float]:
+    candidates = [
+        (value, s, target, source, layer.name)
+        for s, (step, ranked) in enumerate(zip(steps, rankings, strict=True))
+        for layer, ranking in zip(step, ranked, strict=True)
+        for value, target, source in zip(*(x[example].tolist() for x in ranking[:3]), strict=True)
+        if value != 0
+    ]
+    whole = sum(float(r.total[example]) for step in rankings for r in step)
+    candidates = sorted(candidates, key=lambda one: -abs(one[0]))[:CANDIDATES]
+    at = (nodes[-1, example] != 0).nonzero()[:, 0].tolist()
+    chosen, held = [], 0.0
+    for n in joined([one[:4] for one in candidates], at, len(steps))[:MOST]:
+        if held >= share * whole:
+            break
+        value, _, target, source, name = candidates[n]
+        chosen.append(Edge(name, target, source, value))
+        held += abs(value)
+    return chosen, whole
+
+
+def _heads(edges: RelevanceEdges, chosen: Sequence[Edge], example: int) -> list[Tensor]:
+    # By edge: its relevance by head.
+    found: dict[Edge, Tensor] = {}
+    for name, layer in edges.items():
+        mine = [edge for edge in chosen if edge.layer == name]
+        if not mine or layer.heads_count > FEW_HEADS:
+            found |= {edge: torch.zeros(0) for edge in mine}
+            continue
+        targets = sorted({edge.target for edge in mine})
+        heads = layer.heads(torch.tensor(targets))[example]  # (M, R, L)
+        found |= {edge: heads[:, targets.index(edge.target), edge.source] for edge in mine}
+    return [found[edge] for edge in chosen]
+
+
+def _token_relevance(edges: RelevanceEdges, example: int, nodes: Tensor) -> Tensor:
+    relevance = edges.relevance
+    if torch.is_tensor(relevance) and relevance.dim() >= 2:
+        here = relevance[example].reshape(len(relevance[example]), -1).sum(-1)
+        if len(here) == nodes.shape[-1]:
+            return here
+    return nodes[0, example]

@@ -1,0 +1,220 @@
+"""The graph of one answer: nodes of the residual stream, the edges between them, and paths."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr.flow.paths import Path, Steps, likeliest_paths
+from captum_ssm.errors import InputError
+
+FORMAT = "captum_ssm.flow/1"
+
+
+@dataclass(frozen=True)
+class FlowLayer:
+    """One layer of the graph: a mixer, or several side by side.
+
+    Args:
+        name (str): the mixer's path; several are joined by " + ".
+        kind (str): ``"recurrence"``, ``"attention"``, or ``"hybrid"`` for both side by side.
+        heads (int): the number of their maps.
+    """
+
+    name: str
+    kind: str
+    heads: int
+
+
+@dataclass(frozen=True, eq=False)
+class FlowGraph:
+    r"""Where the relevance of one answer went: tokens at each depth, and what joins them.
+
+    Stage s of W + 1 is the residual stream before layer s, and the last one is the output. What
+    arrives at a node is what leaves it:
+
+    .. math::
+        R_{s+1,i} = \sum_j E_{ij} + stay_i + bias_i, \qquad
+        R_{s,j} = \sum_i E_{ij} + stay_j + lost_j .
+
+    In models with a token shift, which gives a part of each token to the next one outside of the
+    mixers, these hold together with what the shift moves.
+
+    Args:
+        layers (list of FlowLayer): W layers, in forward order.
+        nodes (Tensor): R, ``(W + 1, L)``.
+        stays (Tensor): ``(W, L)``, what a token keeps: the next four together.
+        residual (Tensor): ``(W, L)``, what passes by all in the block; NaN where that is unknown.
+        own (Tensor): ``(W, L)``, what a token reads from itself, the skip with it.
+        gate (Tensor): ``(W, L)``, what the gates' arguments take by the half rule.
+        rest (Tensor): ``(W, L)``, what else the block adds: its MLP; with the residual where that
+            is unknown.
+        bias (Tensor): ``(W, L)``, what the mixers' biases contribute at each token after a layer.
+        lost (Tensor): ``(W, L)``, what leaves a node before a layer by no edge: biases of norms
+            and MLPs.
+        shift (Tensor): ``(W, L)``, what each token is given by the one before it by token shifts of
+            a layer.
+        edges (list of Edge): edges between tokens, ranked so that each is joined to the output by
+            edges before it.
+        heads (list of Tensor): by edge, ``(M,)``, its relevance by head; empty where a layer has
+            more maps than are worth telling.
+        positive (Tensor): ``(W, L)``, all positive edges into each token.
+        score (float): what is explained.
+        relevance (Tensor): ``(L,)``, of the inputs' tokens.
+        at (list of int): the output's tokens, those that the score reads.
+        total (float): the size of all edges between tokens.
+        formulation (str): ``"unified"`` or ``"hidden"``.
+        tokens (list of str): their texts.
+        facts (dict): what else is told of the graph, such as the model's name and its answer.
+            Default: {}
+
+    Examples::
+
+        >>> graph = RelevanceFlow(model).graph(input_ids, target=5)
+        >>> graph.nodes.shape, len(graph.layers)
+        (torch.Size([3, 7]), 2)
+        >>> graph.error < 1e-5
+        True
+        >>> print(graph.paths(1)[0].words(graph.tokens))  # doctest: +ELLIPSIS
+        '...
+    """
+
+    layers: list[FlowLayer]
+    nodes: Tensor
+    stays: Tensor
+    residual: Tensor = field(repr=False)
+    own: Tensor = field(repr=False)
+    gate: Tensor = field(repr=False)
+    rest: Tensor = field(repr=False)
+    bias: Tensor = field(repr=False)
+    lost: Tensor = field(repr=False)
+    shift: Tensor = field(repr=False)
+    edges: list[Edge] = field(repr=False)
+    heads: list[Tensor] = field(repr=False)
+    positive: Tensor = field(repr=False)
+    score: float
+    relevance: Tensor = field(repr=False)
+    at: list[int]
+    total: float
+    formulation: str
+    tokens: list[str] = field(repr=False)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def error(self) -> float:
+        """The largest relevance at a node before a layer that nothing carries on, relative."""
+        return float(self.lost.abs().amax() / self.nodes.abs().amax().clamp(min=1e-30))
+
+    @property
+    def held(self) -> float:
+        """The share of the size of all edges between tokens that :attr:`edges` hold."""
+        return sum(abs(edge.relevance) for edge in self.edges) / max(self.total, 1e-30)
+
+    def layer_of(self, edge: Edge) -> int:
+        """The index of an edge's layer.
+
+        Raises:
+            KeyError: for an edge of a layer that the graph does not have.
+        """
+        for index, layer in enumerate(self.layers):
+            if edge.layer in layer.name.split(" + "):
+                return index
+        raise KeyError(f"the graph has no layer {edge.layer!r}.")
+
+    def paths(self, count: int = 3, source: int | None = None) -> list[Path]:
+        """The likeliest ways from an input token to the output, the likeliest first.
+
+        A step goes to a node by its share of the positive relevance that arrives. Edges are exact;
+        a path's share, the product of its steps', is a first-order reading.
+
+        Args:
+            count (int, optional): how many, at most. Default: 3
+            source (int, optional): the token that they begin at; None for any. Default: None
+        """
+        edges = [(self.layer_of(e), e.target, e.source, e.relevance) for e in self.edges]
+        return likeliest_paths(Steps(self.stays, self.positive, edges, self.at), count, source)
+
+    def with_facts(self, **facts: Any) -> FlowGraph:
+        """The same graph, of which more is told: the title, the model, the answer."""
+        return replace(self, facts=self.facts | facts)
+
+    def with_tokens(self, tokens: Sequence[str]) -> FlowGraph:
+        """The same graph with the texts of its tokens.
+
+        Raises:
+            InputError: for another number of texts than of tokens.
+        """
+        if len(tokens) != len(self.tokens):
+            raise InputError(
+                f"tokens has {len(tokens)} texts; the graph has {len(self.tokens)} tokens: "
+                "expected one for each."
+            )
+        return replace(self, tokens=list(tokens))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The graph in JSON's types, as the page draws it and a file holds it."""
+        W = len(self.layers)
+        last = dict.fromkeys(self.at, W)
+        steps = [(self.layer_of(edge), edge.source, edge.target) for edge in self.edges]
+        ways = self.paths(5)
+        for way in ways:
+            steps += [(s, j, i) for s, j, i in way.steps if j != i]
+        for s, j, i in steps:
+            last[j] = max(last.get(j, 0), s)
+            last[i] = max(last.get(i, 0), s + 1)
+        drawn = {(s, t) for t, top in last.items() for s in range(top + 1)}
+        return {
+            "format": FORMAT,
+            "tokens": self.tokens,
+            "at": self.at[-1],
+            "score": {"of": "contrast", "value": _rounded(self.score)},
+            "formulation": self.formulation,
+            "layers": [vars(layer) for layer in self.layers],
+            "relevance": [_rounded(x) for x in self.relevance.tolist()],
+            "nodes": [self._node(s, t) for s, t in sorted(drawn)],
+            "stays": [self._stay(s, t) for s, t in sorted(drawn) if (s + 1, t) in drawn],
+            "edges": self._edges(steps),
+            "ranked": len(self.edges),
+            "of": W * len(self.tokens) * (len(self.tokens) - 1) // 2,
+            "held": _rounded(self.held),
+            "paths": [
+                {"share": _rounded(way.share), "nodes": [list(node) for node in way.nodes]}
+                for way in ways
+            ],
+        } | self.facts
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as a text."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def _node(self, s: int, t: int) -> list[Any]:
+        arrived = self.bias[s - 1, t] if s else 0.0
+        left = self.lost[s, t] if s < len(self.layers) else 0.0
+        return [s, t, *map(_rounded, (self.nodes[s, t], arrived, left))]
+
+    def _stay(self, s: int, t: int) -> list[Any]:
+        parts = (self.stays, self.residual, self.own, self.gate, self.rest)
+        return [s, t, *(_rounded(part[s, t]) for part in parts)]
+
+    def _edges(self, steps: Sequence[tuple[int, int, int]]) -> list[list[Any]]:
+        known: dict[tuple[int, int, int], list[Any]] = {}
+        for n, (step, edge) in enumerate(zip(steps, self.edges, strict=False)):
+            heads = [_rounded(x) for x in self.heads[n].tolist()] if self.heads else []
+            known[step] = [*step, _rounded(edge.relevance), *([heads] if heads else [])]
+        least = 1e-3 * float(self.nodes.abs().amax())
+        shifts = [
+            [s, t - 1, t, _rounded(self.shift[s, t]), None, "shift"]
+            for s, t in (self.shift.abs() > least).nonzero().tolist()
+        ]
+        return [*known.values(), *shifts]
+
+
+def _rounded(x: Any) -> float | None:
+    value = float(x)
+    return float(f"{value:.5g}") if math.isfinite(value) else None

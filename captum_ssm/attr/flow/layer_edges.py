@@ -1,0 +1,352 @@
+"""The edges of one token mixer, as an operator over tokens, and the books that they balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.flow.activations import Activations
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.components import COMPONENTS
+from captum_ssm.operators import (
+    PermutedOperator,
+    SoftmaxOperator,
+    SumOperator,
+    TokenOperator,
+)
+from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.lazy import cached_property
+
+# Tiles of rows of so many entries are ranked at a time.
+_TILE = 1 << 22
+
+
+class Ranking(NamedTuple):
+    """The largest edges of a mixer, and what all of its edges say of its tokens.
+
+    Args:
+        values, targets, sources (Tensor): ``(B, k)``, the edges, the largest first.
+        own (Tensor): ``(B, L)``, what each token reads from itself.
+        positive (Tensor): ``(B, L)``, the sum of all positive ranked edges into each token.
+        total (Tensor): ``(B,)``, the size of all ranked edges.
+    """
+
+    values: Tensor
+    targets: Tensor
+    sources: Tensor
+    own: Tensor
+    positive: Tensor
+    total: Tensor
+
+
+@dataclass(frozen=True)
+class LayerEdges:
+    r"""The relevance that flows along each edge j -> i of one token mixer.
+
+    In the network that MambaLRP propagates through, a mixer's scan is
+    :math:`y_i = \sum_j \alpha_{ij} v_j + s_i \odot v_i` with constant :math:`\alpha` and s. With
+    the propagation coefficient g at y,
+
+    .. math::
+        E_{ij} = \sum_d g_{id}\, \alpha^{m(d)}_{ij} v_{jd}, \qquad
+        \langle g_{out}, out \rangle_i = \sum_j E_{ij} + skip_i + gate_i + bias_i .
+
+    The matrix is made only by the methods that return it.
+
+    Args:
+        name (str): the mixer's path.
+        operator (TokenOperator): E is the sum of its channels' maps.
+        out (Tensor): ``(B, L)``, the relevance of what the mixer returns at each token.
+        skip (Tensor): ``(B, L)``, what goes through the scan's skip; zero for ``"unified"`` edges,
+            which include it.
+        gate (Tensor): ``(B, L)``, what the gate's argument takes by the half rule.
+        bias (Tensor): ``(B, L)``, what the biases of the convolution, the norm and the output
+            projection contribute, and what a centered norm subtracts.
+        drawn (Tensor): ``(B, L)``, the relevance of each token as a source of the edges: of the
+            scan's value, or of the mixer's input for ``"unified"``.
+        formulation (str): ``"hidden"`` or ``"unified"``.
+        kind (str): ``"attention"`` for softmax attention, else ``"recurrence"``.
+        heads_count (int): M, the number of the mixer's maps.
+
+    Examples::
+
+        >>> layer = RelevanceFlow(model).edges(input_ids, target=5)["backbone.layers.1.mixer"]
+        >>> layer.rows(torch.tensor([6])).shape, layer.kind
+        (torch.Size([1, 1, 7]), 'recurrence')
+        >>> bool(layer.error.abs().max() < 1e-5)
+        True
+    """
+
+    name: str
+    operator: TokenOperator = field(repr=False)
+    out: Tensor = field(repr=False)
+    skip: Tensor = field(repr=False)
+    gate: Tensor = field(repr=False)
+    bias: Tensor = field(repr=False)
+    drawn: Tensor = field(repr=False)
+    formulation: str
+    kind: str
+    heads_count: int
+
+    def matrix(self) -> Tensor:
+        """Every edge, ``(B, L, L)``, ``[i, j]`` for j -> i."""
+        return self.operator.matrix("mean") * self.operator.channels
+
+    def tile(self, start: int, stop: int) -> Tensor:
+        """The edges into the tokens ``start .. stop - 1``: ``(B, stop - start, L)``."""
+        return self.operator.row_tile(start, stop) * self.operator.channels
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The edges into the tokens ``index``, ``(R,)`` or ``(B, R)``: ``(B, R, L)``."""
+        index = index.to(self.operator.device)
+        index = index.expand(self.operator.batch, index.shape[-1])
+        return self.operator.rows(index, "mean") * self.operator.channels
+
+    def heads(self, index: Tensor | None = None, groups: int | None = None) -> Tensor:
+        """The edges by head (of a mixer with one map per channel: by channel).
+
+        Args:
+            index (Tensor, optional): ``(R,)`` or ``(B, R)``, the tokens that read; None for all.
+                Default: None
+            groups (int, optional): sums over so many equal groups of channels instead.
+                Default: None
+
+        Returns:
+            Tensor: ``(B, M, R, L)``; over M they add up to the edges.
+
+        Raises:
+            ValueError: for a number of groups that does not divide the channels.
+        """
+        operator, count = self.operator, groups or self.heads_count
+        if operator.channels % count:
+            raise ValueError(
+                f"groups is {groups}; expected a divisor of the {operator.channels} channels of "
+                f"{self.name}."
+            )
+        index = torch.arange(operator.length) if index is None else index
+        index = index.to(operator.device)
+        index = index.expand(operator.batch, index.shape[-1])
+        width = operator.channels // count
+        starts = range(0, operator.channels, width)
+        parts = [operator.map_rows(index, start, start + width).sum(1) for start in starts]
+        return torch.stack(parts, 1)
+
+    @cached_property
+    def into(self) -> Tensor:
+        """What the edges into each token carry, ``(B, L)``, in time linear in L."""
+        return self.operator.row_sums() * self.operator.channels
+
+    @cached_property
+    def out_of(self) -> Tensor:
+        """What the edges out of each token carry, ``(B, L)``, in time linear in L."""
+        ones = torch.ones_like(self.out)
+        return self.operator.rmatvec(ones, "mean") * self.operator.channels
+
+    def ranking(self, k: int, by: str = "size", *, between: bool = False) -> Ranking:
+        """The k largest edges, found a tile of rows at a time.
+
+        Args:
+            k (int): how many, at most.
+            by (str, optional): ``"size"``, or ``"signed"``: only positive ones, the largest first.
+                Default: ``"size"``
+            between (bool, optional): leave out what tokens read from themselves. Default: False
+        """
+        B, L = self.operator.batch, self.operator.length
+        step, live = max(1, _TILE // (B * L)), (self.out != 0).any(0)
+        own, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
+        found, total = [], torch.zeros_like(self.out[:, 0])
+        for start in range(0, L, step):
+            stop = min(L, start + step)
+            if not bool(live[start:stop].any()):
+                continue
+            tile = self.tile(start, stop)
+            own[:, start:stop] = tile.diagonal(start, 1, 2)
+            if between:
+                tile.diagonal(start, 1, 2).zero_()
+            positive[:, start:stop] = tile.clamp(min=0).sum(2)
+            total += tile.abs().sum((1, 2))
+            size = (tile.abs() if by == "size" else tile.clamp(min=0)).flatten(1)
+            best, at = size.topk(min(k, size.shape[1]), 1)
+            found.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
+        if not found:
+            none = self.out[:, :0]
+            return Ranking(none, none.long(), none.long(), own, positive, total)
+        size, *parts = (torch.cat(part, 1) for part in zip(*found, strict=True))
+        at = size.topk(min(k, size.shape[1]), 1).indices
+        values, targets, sources = (part.gather(1, at) for part in parts)
+        return Ranking(values, targets, sources, own, positive, total)
+
+    @property
+    def error(self) -> Tensor:
+        """The relevance of the mixer's output that no term accounts for, ``(B, L)``."""
+        return self.out - self.into - self.skip - self.gate - self.bias
+
+    @property
+    def source_error(self) -> Tensor:
+        """The relevance of each source that its edges and the skip do not carry, ``(B, L)``."""
+        return self.drawn - self.out_of - self.skip
+
+    @property
+    def relative_errors(self) -> tuple[float, float]:
+        """The largest :attr:`error` and :attr:`source_error`, over the largest ``out``."""
+        scale = float(self.out.abs().amax().clamp(min=1e-30))
+        return (
+            float(self.error.abs().amax()) / scale,
+            float(self.source_error.abs().amax()) / scale,
+        )
+
+
+def layer_edges(
+    name: str,
+    kept: Activations,
+    coefficients: Activations,
+    formulation: str,
+    order: Tensor | None = None,
+) -> LayerEdges:
+    """The edges of one mixer, over the model's tokens.
+
+    Args:
+        name (str): the mixer's path.
+        kept (Activations): of the run.
+        coefficients (Activations): of the score at these.
+        formulation (str): ``"hidden"`` or ``"unified"``.
+        order (Tensor, optional): ``(1, L)``: token t of the mixer's is this one of the model's;
+            None for the same. Default: None
+    """
+    mixer = kept.mixer
+    g = [x.detach() for x in coefficients.mixed]
+    if order is not None and len(order) > 1:
+        raise UnsupportedModelError(
+            f"{name} works on {len(order)} windows of the tokens, whose edges cannot be followed "
+            "yet; expected mixers of one sequence."
+        )
+    if formulation == "hidden":
+        operator, drawn, skip = _hidden(mixer, kept, coefficients, g)
+        bias = torch.zeros_like(skip)
+    else:
+        operator, drawn = _unified(mixer, kept, coefficients, g)
+        skip = torch.zeros_like(drawn)
+        bias = _of_scans(mixer, [_conv_bias(s, x) for (s, _, _), x in _with(mixer, g)])
+    gate = _of_scans(
+        mixer,
+        [
+            (x * y.detach()).sum(-1) if scan.gate_argument is not None else 0 * y[..., 0].detach()
+            for (scan, _, _), x, y in zip(mixer.scans_in_order(), g, kept.mixed, strict=True)
+        ],
+    )
+    out = _relevance(coefficients.output, kept.output)
+    gated = _relevance(coefficients.gated, kept.gated)
+    bias = bias + out - gated
+    if mixer.offset is not None:
+        bias = bias + (coefficients.gated * mixer.offset).sum(-1)
+    if order is not None:
+        back = torch.argsort(order[0]).to(out.device)
+        operator = PermutedOperator(operator, order[0].to(out.device))
+        out, skip, gate, bias, drawn = (x[:, back] for x in (out, skip, gate, bias, drawn))
+    scan = mixer.scans_in_order()[0][0]
+    return LayerEdges(
+        name,
+        operator,
+        out,
+        skip,
+        gate,
+        bias,
+        drawn,
+        formulation,
+        "attention" if isinstance(scan.recurrence, SoftmaxOperator) else "recurrence",
+        scan.recurrence.maps,
+    )
+
+
+def mean_of(runs: Sequence[LayerEdges]) -> LayerEdges:
+    """The mean of one mixer's edges over several runs."""
+    share = 1 / len(runs)
+    factor = torch.full_like(runs[0].out, share)[..., None]
+    factor = factor.expand(*runs[0].out.shape, runs[0].operator.channels)
+    operator = SumOperator(tuple(run.operator.scaled(factor, None) for run in runs))
+
+    def mean(of: Callable[[LayerEdges], Tensor]) -> Tensor:
+        return share * sum_of([of(run) for run in runs])
+
+    return replace(
+        runs[0],
+        operator=operator,
+        out=mean(lambda run: run.out),
+        skip=mean(lambda run: run.skip),
+        gate=mean(lambda run: run.gate),
+        bias=mean(lambda run: run.bias),
+        drawn=mean(lambda run: run.drawn),
+    )
+
+
+def _hidden(
+    mixer: FrozenMixer, kept: Activations, coefficients: Activations, g: Sequence[Tensor]
+) -> tuple[TokenOperator, Tensor, Tensor]:
+    scans = mixer.scans_in_order()
+    values = [v.detach() for v in kept.values]
+    parts = [
+        _placed(scan.recurrence.detach().scaled(x, v), order)
+        for (scan, order, _), x, v in zip(scans, g, values, strict=True)
+    ]
+    drawn = [(c * v).sum(-1) for c, v in zip(coefficients.values, values, strict=True)]
+    skip = [
+        0 * v[..., 0] if scan.skip is None else (x * scan.skip.detach() * v).sum(-1)
+        for (scan, _, _), x, v in zip(scans, g, values, strict=True)
+    ]
+    operator = parts[0] if len(parts) == 1 else SumOperator(tuple(parts))
+    return operator, _of_scans(mixer, drawn), _of_scans(mixer, skip)
+
+
+def _unified(
+    mixer: FrozenMixer, kept: Activations, coefficients: Activations, g: Sequence[Tensor]
+) -> tuple[TokenOperator, Tensor]:
+    inputs = mixer.inputs.detach()
+    whole = mixer.with_row_factors(g).operator("unified", COMPONENTS).detach()
+    operator = whole.scaled(None, inputs)
+    if len(g) > 1:  # the scans share their input, at which no coefficient is read
+        ones = torch.ones_like(inputs[..., 0])
+        return operator, operator.rmatvec(ones, "mean") * operator.channels
+    return operator, (coefficients.inputs[0] * kept.inputs[0].detach()).sum(-1)
+
+
+def _conv_bias(scan: FrozenMixer, g: Tensor) -> Tensor:
+    # What the convolution's bias contributes to each token of a scan, (B, L).
+    bias = scan.conv_bias if scan.image_conv is None else scan.image_conv.bias
+    if bias is None:
+        return torch.zeros_like(g[..., 0])
+    v = bias.detach().expand_as(g)
+    v = v if scan.activation is None else v * scan.activation.detach()
+    y = scan.recurrence.detach().matvec(v.contiguous())
+    y = y if scan.skip is None else y + scan.skip.detach() * v
+    return (g * y).sum(-1)
+
+
+def _with(
+    mixer: FrozenMixer, of_scans: Sequence[Tensor]
+) -> list[tuple[tuple[FrozenMixer, Tensor | None, float], Tensor]]:
+    return list(zip(mixer.scans_in_order(), of_scans, strict=True))
+
+
+def _placed(operator: TokenOperator, order: Tensor | None) -> TokenOperator:
+    return operator if order is None else PermutedOperator(operator, order)
+
+
+def _of_scans(mixer: FrozenMixer, parts: Sequence[Tensor]) -> Tensor:
+    # The sum of something of each scan, (B, L) in its order, in the mixer's.
+    return sum_of(
+        [
+            part if order is None else part[:, torch.argsort(order)]
+            for (_, order, _), part in _with(mixer, parts)
+        ]
+    )
+
+
+def _relevance(coefficient: Tensor, x: Tensor) -> Tensor:
+    # (B, L), of a tensor (B, L, E).
+    product = coefficient.detach().to(torch.promote_types(x.dtype, torch.float32)) * x.detach()
+    return product.flatten(2).sum(-1)

@@ -1,0 +1,221 @@
+"""Relevance flow: which edge of which layer carried the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun, coefficients_of
+from captum_ssm.attr.flow.build import graph_of
+from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.graph import FlowGraph
+from captum_ssm.attr.flow.layer_edges import layer_edges, mean_of
+from captum_ssm.attr.flow.shift import with_shifts
+from captum_ssm.attr.flow.stream import blocks_of, nodes_of
+from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
+from captum_ssm.attr.options import Arguments
+from captum_ssm.capture import FrozenModel
+from captum_ssm.capture.target import Against
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.in_place import seen_in_views
+from captum_ssm.mixers.components import FORMULATIONS
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.retry import retry_with_copies
+
+RULES = ("lrp", "gradient", "integrated")
+
+
+class RelevanceFlow(MambaLRP):
+    r"""MambaLRP's relevance, followed along every edge of every layer.
+
+    :meth:`attribute` is that of :class:`~captum_ssm.attr.MambaLRP`. :meth:`edges` says by which
+    edges the relevance went: with the coefficients of the same propagation, the relevance that
+    token i of a mixer reads from token j is :math:`E_{ij} = \sum_d g_{id} \alpha_{ij} v_{jd}`, and
+    edges, skip, gate and biases add up to the relevance of what the mixer returns at each token.
+
+    The constructor's arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
+
+    Examples::
+
+        >>> flow = RelevanceFlow(model)
+        >>> edges = flow.edges(input_ids, target=5)
+        >>> best = edges.top(1)[0]
+        >>> best.target, best.source <= best.target
+        (6, True)
+    """
+
+    def get_name(self) -> str:
+        """The method's name."""
+        return "RelevanceFlow"
+
+    def edges(
+        self,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        against: Any = "others",
+        position: Any = None,
+        layers: int | str | Sequence[int | str] | None = None,
+        formulation: str = "hidden",
+        rule: str = "lrp",
+        steps: int = 5,
+    ) -> RelevanceEdges:
+        r"""The relevance along every edge of every mixer: one run and one backward pass.
+
+        Args:
+            inputs, target, additional_forward_args, position: as for ``attribute``.
+            against (Any, optional): what the target's score is compared with. ``"others"``: all
+                other answers, weighted by their probabilities, which removes what speaks for any
+                answer; of an output that is one score, nothing. Another target: why not that one.
+                None: the target's score alone. Default: ``"others"``
+            layers (int, str or sequence, optional): only of these mixers, by index or path; None
+                for all. Default: None
+            formulation (str, optional): where an edge starts. ``"hidden"``: at the scan's values,
+                so that it can be removed from a run (:func:`~captum_ssm.interventions.circuit`).
+                ``"unified"``: at the mixer's input, before the short convolution and with the skip,
+                so that the edges of one layer end where those of the next begin.
+                Default: ``"hidden"``
+            rule (str, optional): ``"lrp"``: the coefficients of MambaLRP, whose edges balance.
+                ``"gradient"``: the plain gradient, as in edge attribution patching (Syed et al.,
+                `2023 <https://arxiv.org/abs/2310.10348>`_), of removing each edge.
+                ``"integrated"``: its mean over runs with all edges scaled (EAP-IG, Hanna et al.,
+                `2024 <https://arxiv.org/abs/2403.17806>`_), whose edges add up to what all of them
+                change of the score. Default: ``"lrp"``
+            steps (int, optional): of ``"integrated"``, the number of runs. Default: 5
+
+        Returns:
+            RelevanceEdges: one map for each mixer, made where it is asked for.
+
+        Raises:
+            ValueError, TypeError: as for ``attribute``, or for an unknown formulation or rule.
+            KeyError: for a layer that is not there.
+            UnsupportedModelError: for a mixer that was measured, whose scans have no coefficients,
+                or that works on windows of the tokens.
+        """
+        if formulation not in FORMULATIONS:
+            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        if rule not in RULES:
+            raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
+        asked = target if against is None else Against(target, against)
+        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        if rule == "integrated":
+            found = self._integrated(arguments, formulation, steps)
+        else:
+            found = self._asked(arguments, formulation, rule)
+        return found if layers is None else found.of_layers(layers)
+
+    def graph(
+        self,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        against: Any = "others",
+        position: Any = None,
+        share: float = 0.9,
+        formulation: str | None = None,
+        tokens: Sequence[str] | None = None,
+        example: int = 0,
+    ) -> FlowGraph:
+        r"""The edges between tokens as a graph, from the input through all layers to the answer.
+
+        Args:
+            inputs, target, additional_forward_args, against, position: as for :meth:`edges`.
+            share (float, optional): the edges of the graph are the fewest, joined to the output,
+                that hold this share of the size of all edges between tokens; at most 300.
+                Default: 0.9
+            formulation (str, optional): as for :meth:`edges`. None is ``"unified"``, in which the
+                edges of one layer end where those of the next begin; or ``"hidden"`` for mixers
+                with a token shift, whose edges are then joined by what the shift moves.
+                Default: None
+            tokens (sequence of str, optional): the texts of the tokens. Default: their indices
+            example (int, optional): which of the batch. Default: 0
+
+        Raises:
+            ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for layers that
+                work on different tokens, or without a residual stream.
+        """
+        if formulation is not None and formulation not in FORMULATIONS:
+            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        if not 0 < share <= 1:
+            raise ValueError(f"share is {share!r}; expected a number above 0, up to 1.")
+        asked = target if against is None else Against(target, against)
+        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        edges = self._asked(arguments, formulation, balanced=True)
+        with self._computing():
+            graph = graph_of(edges, example, share)
+        return graph if tokens is None else graph.with_tokens(tokens)
+
+    def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
+        # The mean over runs in which all edges are scaled by (k + 1/2) / steps.
+        count = as_index(steps)
+        if count is None or count < 1:
+            raise ValueError(f"steps is {steps!r}; expected an integer of at least 1.")
+        whole = self._asked(arguments, formulation, "gradient")
+        unchecked = copy(self)
+        unchecked.check = False  # a scaled mixer does not return what the model's does
+        runs = [
+            unchecked._asked(arguments, formulation, "gradient", scale=(k + 0.5) / count)
+            for k in range(count)
+        ]
+        layers = {name: mean_of([run.layers[name] for run in runs]) for name in whole}
+        return replace(whole, layers=layers, rule="integrated")
+
+    def _asked(
+        self,
+        arguments: Arguments,
+        formulation: str | None,
+        rule: str = "lrp",
+        *,
+        balanced: bool = False,
+        scale: float = 1.0,
+    ) -> RelevanceEdges:
+        with workspace():
+            run = seen_in_views(retry_with_copies)
+            return run(lambda: self._edges(arguments, formulation, rule, balanced, scale))
+
+    def _edges(
+        self,
+        arguments: Arguments,
+        formulation: str | None,
+        rule: str,
+        balanced: bool,
+        scale: float,
+    ) -> RelevanceEdges:
+        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
+        blocks = blocks_of(request.module)
+        make = partial(ActivationStandIns, blocks=blocks, rule=rule, scale=scale)
+        stand_ins, frozen = self._propagated(request, arguments, make)
+        _check_known(stand_ins, frozen)
+        self._warn(frozen)
+        kept, score = stand_ins.made_of, frozen.require_score()
+        if formulation is None:
+            is_shifted = any(one.mixer.has_token_shift for one in kept)
+            formulation = "hidden" if is_shifted else "unified"
+        run = PropagatedRun.of(stand_ins, score, rule, retain_graph=balanced)
+        relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
+        with self._computing():
+            found = coefficients_of(kept, run.coefficients_at)
+            layers = {
+                layer.name: layer_edges(layer.name, one, coefficients, formulation, layer.order)
+                for layer, one, coefficients in zip(frozen.layers, kept, found, strict=True)
+            }
+            nodes = nodes_of(stand_ins.streams, run.coefficient_at)
+        if balanced:
+            nodes = with_shifts(nodes, list(layers.values()), run, formulation)
+        steps = [list(step.calls) for step in frozen.wiring.steps]
+        return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
+
+
+def _check_known(stand_ins: ActivationStandIns, frozen: FrozenModel) -> None:
+    if len(stand_ins.made_of) != len(frozen.layers):
+        raise UnsupportedModelError(
+            "a mixer of this model was measured, and runs as it is in relevance propagation, so "
+            "its edges have no coefficients; expected mixers that an adapter is registered for. "
+            "Register one with captum_ssm.register_mixer(module_type, freeze)."
+        )

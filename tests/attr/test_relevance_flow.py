@@ -1,0 +1,293 @@
+"""The relevance of edges: its books, brute force, and the graph that it forms."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from families import FAMILIES, build, padded, skip_what_fails_by_itself
+from models import ids
+from torch import Tensor
+
+import captum_ssm
+from captum_ssm import MambaLRP, RelevanceFlow, TargetError
+from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun
+from captum_ssm.attr.mamba_lrp import with_leaves
+from captum_ssm.attr.options import Arguments
+
+L = 9
+# Their values, or the model's own ways, are mixed with neighbors by more than a convolution.
+SHIFTED = ("rwkv",)
+# Something else than the stream before it feeds a mixer: the input's embeddings, or a convolution
+# of its values; or biases of MLPs and norms take relevance.
+UNBALANCED = ("rwkv", "zamba", "zamba2", "recurrent_gemma", "lfm2", "inkling2", "zaya")
+
+
+@pytest.mark.filterwarnings("ignore:.*reads the padding", "ignore:relevance goes through")
+@pytest.mark.parametrize("side", [None, "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_edges_skip_gate_and_biases_are_the_relevance_of_what_a_mixer_returns(family, side):
+    skip_what_fails_by_itself(family, L, side)
+    model = build(family)
+    extra = None if side is None else {"attention_mask": padded(side, length=L)}
+    for formulation in ("hidden", "unified"):
+        flow = RelevanceFlow(model)
+        edges = flow.edges(ids(2, L), 5, extra, formulation=formulation)
+        for layer in edges.values():
+            scale = layer.out.abs().amax()
+            assert scale > 0
+            matrix = layer.matrix()
+            into = matrix.sum(2) + layer.skip + layer.gate + layer.bias
+            torch.testing.assert_close(into / scale, layer.out / scale, rtol=0, atol=2e-6)
+            if formulation == "unified" and family in SHIFTED:
+                continue
+            out_of = matrix.sum(1) + layer.skip
+            torch.testing.assert_close(out_of / scale, layer.drawn / scale, rtol=0, atol=2e-6)
+        assert max(max(pair) for pair in edges.errors.values()) < 2e-6 or family in SHIFTED
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "qwen3_next", "recurrent_gemma"])
+def test_attribute_and_the_edges_relevance_are_those_of_mamba_lrp(family):
+    model, tokens = build(family), ids(2, L)
+    expected, delta = MambaLRP(model).attribute(tokens, 5, return_convergence_delta=True)
+    flow = RelevanceFlow(model)
+    found, same = flow.attribute(tokens, 5, return_convergence_delta=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(same, delta, rtol=0, atol=0)
+    edges = flow.edges(tokens, 5, against=None)
+    torch.testing.assert_close(edges.relevance, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(edges.score, expected.sum(1) + delta, rtol=1e-5, atol=1e-6)
+
+
+class _OneEdge(ActivationStandIns):
+    # Each scan returns a share of one edge more, which is zero, and whose gradient is asked for.
+    def __init__(self, request, share: Tensor, edge: tuple[int, int, int]) -> None:
+        super().__init__(request)
+        self.share, self.edge = share, edge
+
+    def rebuilt(self, mixer, call):
+        layer, i, j = self.edge
+        if len(self.made_of) != layer:
+            return super().rebuilt(mixer, call)
+        frozen, share = mixer.detach_coefficients(), self.share
+        (scan, _, _), *others = frozen.scans_in_order()
+        assert not others
+        mixed, v = scan.mixed, scan.values.detach()
+        alpha = scan.recurrence.detach().matrix()  # (B, M, L, L)
+        carried = alpha[:, :, i, j].repeat_interleave(v.shape[-1] // alpha.shape[1], 1) * v[:, j]
+        added = torch.zeros_like(mixed).index_copy(1, torch.tensor([i]), carried[:, None])
+        frozen.__dict__["mixed"] = mixed + share * added
+        return super().rebuilt_of(frozen, call)
+
+
+@pytest.mark.parametrize(
+    "family", ["mamba", "mamba2", "qwen3_next", "recurrent_gemma", "jamba", "minimax"]
+)
+def test_an_edge_is_the_gradient_of_its_own_share_in_the_frozen_network(family):
+    model, tokens = build(family), ids(1, L)
+    flow = RelevanceFlow(model)
+    edges = flow.edges(tokens, 5, against=None)
+    for layer, i, j in ((0, 8, 2), (0, 5, 5), (1, 8, 0)):
+        share = torch.zeros((), requires_grad=True)
+        request = with_leaves(flow._request(tokens, None))
+        stand_ins, frozen = flow._propagated(
+            request,
+            Arguments(tokens, 5),
+            lambda asked, share=share, edge=(layer, i, j): _OneEdge(asked, share, edge),
+        )
+        stand_ins.inputs = (*stand_ins.inputs, share)  # where the graph begins
+        run = PropagatedRun.of(stand_ins, frozen.require_score(), "lrp", retain_graph=False)
+        found, expected = edges[layer].matrix()[0, i, j], run.coefficient_at(share)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("formulation", ["hidden", "unified"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1", "jamba"])
+def test_rows_tiles_heads_and_the_largest_are_those_of_the_matrix(family, formulation):
+    edges = RelevanceFlow(build(family)).edges(ids(2, L), 5, formulation=formulation)
+    for layer in edges.values():
+        matrix = layer.matrix()
+        close = dict(rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.rows(torch.tensor([8, 1])), matrix[:, [8, 1]], **close)
+        torch.testing.assert_close(layer.tile(2, 5), matrix[:, 2:5], **close)
+        heads = layer.heads()
+        assert heads.shape[1] == layer.heads_count
+        torch.testing.assert_close(heads.sum(1), matrix, **close)
+        torch.testing.assert_close(layer.heads(groups=2).sum(1), matrix, **close)
+        torch.testing.assert_close(layer.into, matrix.sum(2), **close)
+        torch.testing.assert_close(layer.out_of, matrix.sum(1), **close)
+    last = edges.of_layers(-1)
+    assert list(last) == list(edges)[-1:]
+    assert {edge.layer for edge in edges.top(3, layers=[0])} == {next(iter(edges))}
+    whole = edges.matrix()
+    for between in (False, True):
+        for by in ("size", "signed"):
+            ranked = whole.clone()
+            if between:
+                ranked.diagonal(0, 2, 3).zero_()
+            size = ranked.abs() if by == "size" else ranked.clamp(min=0)
+            top = edges.top(4, by, between=between)
+            assert [edge.example for edge in top] == [0] * 4 + [1] * 4
+            for b in (0, 1):
+                best = size[b].flatten().topk(4)
+                names = list(edges)
+                mine = [edge for edge in top if edge.example == b]
+                values = torch.tensor([edge.relevance for edge in mine])
+                torch.testing.assert_close(values.abs(), best.values, **close)
+                for edge in mine:
+                    at = ranked[b, names.index(edge.layer), edge.target, edge.source]
+                    assert float(at) == pytest.approx(edge.relevance, rel=1e-4)
+
+
+def test_integrated_edges_add_up_to_what_all_of_them_change():
+    model, tokens = build("mamba"), ids(1, L)
+    with torch.no_grad():
+        whole = model(tokens).logits[:, -1, 5]
+        with captum_ssm.interventions.knockout(model):
+            none = model(tokens).logits[:, -1, 5]
+    edges = RelevanceFlow(model).edges(tokens, 5, against=None, rule="integrated", steps=40)
+    torch.testing.assert_close(edges.matrix().sum((1, 2, 3)), whole - none, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(edges.score, whole)
+    assert edges.rule == "integrated"
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next"])
+def test_gradient_edges_are_the_slope_of_removing_them(family):
+    model, tokens = build(family), ids(1, L)
+    edges = RelevanceFlow(model).edges(tokens, 5, against=None, rule="gradient")
+
+    def score(scale: float) -> Tensor:
+        flow = RelevanceFlow(model, check=False)
+        arguments = Arguments(tokens, 5)
+        return flow._asked(arguments, "hidden", "gradient", scale=scale).score
+
+    slope = (score(1.02) - score(0.98)) / 0.04
+    torch.testing.assert_close(edges.matrix().sum((1, 2, 3)), slope, rtol=2e-3, atol=2e-4)
+
+
+def test_what_the_score_is_compared_with():
+    model, tokens = build("mamba"), ids(2, L)
+    flow = RelevanceFlow(model)
+    with torch.no_grad():
+        logits = model(tokens).logits[:, -1]
+    rivals = logits.clone()
+    rivals[:, 5] = -torch.inf
+    others = (rivals.softmax(1) * logits).sum(1)
+    torch.testing.assert_close(flow.edges(tokens, 5).score, logits[:, 5] - others)
+    torch.testing.assert_close(flow.edges(tokens, 5, against=None).score, logits[:, 5])
+    against = flow.edges(tokens, 5, against=7)
+    torch.testing.assert_close(against.score, logits[:, 5] - logits[:, 7])
+    one, other = (flow.edges(tokens, c, against=None).matrix() for c in (5, 7))
+    torch.testing.assert_close(against.matrix(), one - other, rtol=1e-4, atol=1e-6)
+    at_third = flow.edges(tokens, (3, 5))
+    torch.testing.assert_close(at_third.score, flow.edges(tokens, 5, position=3).score)
+    assert not at_third.matrix()[:, :, 4:].any()
+
+
+def test_half_precision_keeps_the_books():
+    model = build("mamba2").bfloat16()
+    edges = RelevanceFlow(model).edges(ids(1, L), 5)
+    assert max(max(pair) for pair in edges.errors.values()) < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:relevance goes through")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_arrives_at_a_node_is_what_leaves_it(family):
+    flow, tokens = RelevanceFlow(build(family)), ids(1, L)
+    graph = flow.graph(tokens, 5)
+    if family not in UNBALANCED:
+        assert graph.error < 2e-6
+    matrices = flow.edges(tokens, 5, formulation=graph.formulation)
+    assert set(graph.at) == {L - 1}
+    total = graph.stays + graph.bias
+    by_layer = {name: layer.matrix()[0] for name, layer in matrices.items()}
+    for s, layer in enumerate(graph.layers):
+        E = sum(by_layer[name] for name in layer.name.split(" + "))
+        arrived = E.sum(1) - E.diagonal() + total[s]
+        if family not in SHIFTED and not graph.shift.any():
+            scale = graph.nodes.abs().amax()
+            torch.testing.assert_close(
+                arrived / scale, graph.nodes[s + 1] / scale, rtol=0, atol=2e-6
+            )
+    assert 0.9 <= graph.held <= 1.001 or family in SHIFTED
+    read_back = json.loads(graph.to_json())
+    assert read_back["format"] == "captum_ssm.flow/1"
+    assert len(read_back["layers"]) == len(graph.layers)
+
+
+def test_token_shifts_carry_relevance_between_nodes():
+    model = build("rwkv")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    graph = RelevanceFlow(model).graph(ids(1, L), 5)
+    assert graph.formulation == "hidden"
+    assert graph.shift.abs().amax() > 0.01 * graph.nodes.abs().amax()
+    assert graph.error < 5e-6
+    kinds = [edge[5] for edge in graph.to_dict()["edges"] if len(edge) > 5]
+    assert set(kinds) == {"shift"}
+
+
+def test_paths_lead_from_the_input_to_the_output():
+    graph = RelevanceFlow(build("mamba")).graph(ids(1, L), 5, share=1.0)
+    ways = graph.paths(4)
+    assert ways
+    assert ways == sorted(ways, key=lambda way: -way.share)
+    for way in ways:
+        assert way.nodes[0][0] == 0
+        assert way.nodes[-1] == (2, L - 1)
+        for (s, j, i), value in zip(way.steps, way.relevance, strict=True):
+            if i == j:
+                assert value == pytest.approx(float(graph.stays[s, i]))
+            else:
+                found = [e.relevance for e in graph.edges if (e.target, e.source) == (i, j)]
+                assert value in found
+    source = ways[0].nodes[0][1]
+    assert graph.paths(1, source)[0].nodes == ways[0].nodes
+    words = graph.with_tokens([f"w{t}" for t in range(L)])
+    assert f"'w{source}' ({source})" in words.paths(1, source)[0].words(words.tokens)
+
+
+def test_each_edge_of_a_graph_leads_to_the_output_by_edges_before_it():
+    graph = RelevanceFlow(build("jamba")).graph(ids(1, L), 5, share=0.99)
+    reached = {L - 1: len(graph.layers)}
+    for edge in graph.edges:
+        layer = graph.layer_of(edge)
+        assert edge.target != edge.source
+        assert reached[edge.target] > layer
+        reached[edge.source] = max(reached.get(edge.source, 0), layer)
+
+
+def test_a_scan_of_two_directions_has_edges_in_both():
+    model = captum_ssm.models.vision_mamba.VisionMamba(
+        image_size=16, patch_size=4, width=16, depth=2, classes=3
+    ).eval()
+    image = torch.randn(1, 3, 16, 16)
+    edges = RelevanceFlow(model).edges(image, 1)
+    assert max(max(pair) for pair in edges.errors.values()) < 2e-6
+    matrix = edges[0].matrix()[0]
+    assert matrix.triu(1).any()
+    assert matrix.tril(-1).any()
+
+
+def test_bad_arguments_are_told():
+    model, tokens = build("mamba"), ids(1, L)
+    flow = RelevanceFlow(model)
+    with pytest.raises(ValueError, match="formulation is 'whole'; expected one of"):
+        flow.edges(tokens, 5, formulation="whole")
+    with pytest.raises(ValueError, match="rule is 'eap'; expected one of"):
+        flow.edges(tokens, 5, rule="eap")
+    with pytest.raises(ValueError, match="steps is 0; expected an integer"):
+        flow.edges(tokens, 5, rule="integrated", steps=0)
+    with pytest.raises(ValueError, match="share is 2; expected a number above 0"):
+        flow.graph(tokens, 5, share=2)
+    with pytest.raises(TargetError, match="outside the vocabulary"):
+        flow.edges(tokens, 5, against=10_000)
+    edges = flow.edges(tokens, 5)
+    with pytest.raises(ValueError, match="k is 0; expected"):
+        edges.top(0)
+    with pytest.raises(KeyError, match="expected an index from 0 to 1"):
+        edges[2]
+    with pytest.raises(captum_ssm.InputError, match="tokens has 2 texts; the graph has 9 tokens"):
+        flow.graph(tokens, 5, tokens=["a", "b"])
