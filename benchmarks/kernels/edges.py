@@ -104,10 +104,11 @@ def main() -> None:
             row |= {"forward_ms": 1e3 * forward, "edges_ms": 1e3 * edges}
             rows.append(row | {"edges_over_forward": edges / forward})
             print(rounded(rows[-1]), flush=True)
-        if kind == "mamba" and not args.lengths:
-            rows.append(longest(model, formulation))
-            print(rounded(rows[-1]), flush=True)
     keep(args, rows)
+    if not args.lengths:
+        rows.append(longest(model_of("mamba"), "hidden"))
+        print(rounded(rows[-1]), flush=True)
+        keep(args, rows)
 
 
 def longest(model: Any, formulation: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// weighted_rows on CPU tensors (see captum_ssm/kernels/weighted_rows.py).
+// weighted_rows on CPU tensors (see captum_ssm/kernels/weighted.py).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
