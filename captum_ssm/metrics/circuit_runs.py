@@ -149,7 +149,7 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
     return found
 
 
-def _largest(maps: Mapping[str, Tensor], batch: int, k: int, by: str) -> list[Edge]:
+def _largest(maps: Mapping[Any, Any], batch: int, k: int, by: str) -> list[Edge]:
     found: list[list[Edge]] = [[] for _ in range(batch)]
     for layer, scores in maps.items():
         shape = tuple(scores.shape)

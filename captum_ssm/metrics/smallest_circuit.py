@@ -59,12 +59,10 @@ class Circuit:
         lines = [
             f"{len(self)} edges, faithfulness {self.faithfulness:.3f}{missed}: score "
             f"{self.score:.3f}, {self.whole:.3f} with all edges, {self.none:.3f} with none",
-            f"the answer {'comes' if self.kept else 'does not come'} first; {self.how}",
+            f"the first answer is {'' if self.kept else 'not '}the model's; {self.how}",
         ]
-        return "\n".join(
-            lines
-            + [f"{e.layer}: {e.source} -> {e.target} ({e.relevance:+.3f})" for e in self.edges]
-        )
+        lines += [f"{e.layer}: {e.source} -> {e.target} ({e.relevance:+.3f})" for e in self.edges]
+        return "\n".join(lines)
 
 
 def find_circuit(
@@ -170,11 +168,12 @@ def find_circuit(
 
 def _removal(request: Request, others: Any, formulation: str) -> tuple[dict[str, Any], str]:
     if others is None:
-        options = {"ablation": "zero", "coefficients": "whole", "formulation": formulation}
-        return options, "removed edges carry nothing, coefficients are the model's own"
-    reference = Reference.of(request.model, others, formulation=formulation)
-    options = {"ablation": reference, "formulation": formulation}
-    return options, "removed edges carry their mean over other inputs"
+        how = "removed edges carry nothing, coefficients are the model's own"
+        removal: dict[str, Any] = {"coefficients": "whole"}
+    else:
+        how = "removed edges carry their mean over other inputs"
+        removal = {"ablation": Reference.of(request.model, others, formulation=formulation)}
+    return {"formulation": formulation, **removal}, how
 
 
 class _Measured(NamedTuple):
