@@ -94,23 +94,26 @@ T* if_wanted(Tensor& x) {
 // The coefficients of a diagonal recurrence.
 struct DiagonalArguments {
   Tensor dt, right, A, B, C;
-  std::optional<Tensor> left, conv;
+  std::optional<Tensor> left, conv, columns;
   int64_t batch, L, D, N, G, K;
 
   DiagonalArguments(const Tensor& dt_, const Tensor& right_, const Tensor& A_, const Tensor& B_,
                     const Tensor& C_, const std::optional<Tensor>& left_,
-                    const std::optional<Tensor>& conv_)
+                    const std::optional<Tensor>& conv_,
+                    const std::optional<Tensor>& columns_ = std::nullopt)
       : dt(whole(dt_, dt_, 3)), right(whole(right_, dt_, 3)), A(whole(A_, dt_, 2)),
         B(whole(B_, dt_, 4)), C(whole(C_, dt_, 4)) {
     batch = dt.size(0), L = dt.size(1), D = dt.size(2);
     N = A.size(1), G = B.size(2), K = 1;
     if (left_) left = whole(*left_, dt_, 3);
     if (conv_) conv = whole(*conv_, dt_, 2), K = conv->size(1);
+    if (columns_) columns = whole(*columns_, dt_, 3);
     STD_TORCH_CHECK(L > 0 && D > 0 && N > 0 && G > 0 && K > 0 && D % G == 0,
                     "captum_ssm: an argument is empty, or the groups do not divide the channels");
     STD_TORCH_CHECK(right.numel() == dt.numel() && A.numel() == D * N &&
                         B.numel() == batch * L * G * N && C.numel() == B.numel() &&
-                        (!left || left->numel() == dt.numel()) && (!conv || conv->size(0) == D),
+                        (!left || left->numel() == dt.numel()) && (!conv || conv->size(0) == D) &&
+                        (!columns || (conv && columns->numel() == dt.numel())),
                     "captum_ssm: the shapes of the coefficients do not agree");
   }
 };

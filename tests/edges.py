@@ -44,6 +44,35 @@ class Removed:
         y = torch.where(self.along(self.targets, y, axis) != 0, found, y)
         return (y, *out[1:]) if isinstance(out, tuple) else y
 
+    @property
+    def pairs(self) -> Tensor:
+        """Target and source, ``(B, L, L)``, 1 for an edge."""
+        return self.targets[:, :, None] * self.sources[:, None]
+
+
+class RemovedPairs(Removed):
+    """Edges ``(B, L, L)`` of target and source, 1 for the removed ones: a scan for each source."""
+
+    def __init__(self, pairs: Tensor) -> None:
+        super().__init__(torch.ones(pairs.shape[:2]), torch.ones(pairs.shape[:2]))
+        self.removed = pairs
+
+    def left(
+        self, out: Any, scan: Callable[[Tensor], Tensor], values: Tensor, axis: int = 1
+    ) -> Any:
+        y = skipped = scan(0 * values)  # what each token's own skip adds
+        for j in range(self.removed.shape[1]):
+            own = torch.zeros(self.removed.shape[:2])
+            own[:, j] = 1
+            read = scan(values * self.along(own, values, axis)) - skipped
+            read = read - skipped * self.along(own, read, axis)
+            y = y + read * self.along(1 - self.removed[:, :, j], y, axis)
+        return (y, *out[1:]) if isinstance(out, tuple) else y
+
+    @property
+    def pairs(self) -> Tensor:
+        return self.removed
+
 
 def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
@@ -185,12 +214,12 @@ def attention(model: nn.Module, edges: Removed) -> Iterator[None]:
         return
 
     def attend(module, query, key, value, *args, **kwargs):
-        out, weights = original(module, query, key, value, *args, **kwargs)
-        left = weights * (1 - edges.targets[:, None, :, None] * edges.sources[:, None, None, :])
+        _, weights = original(module, query, key, value, *args, **kwargs)
+        left = weights * (1 - edges.pairs[:, None])
         if edges.renormalize:
             left = left / left.sum(-1, keepdim=True).clamp(min=1e-30)
         value = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
-        return out + ((left - weights) @ value).transpose(1, 2), weights
+        return (left @ value).transpose(1, 2), weights
 
     model.set_attn_implementation("eager")
     with patch.object(modeling, "eager_attention_forward", attend):
@@ -221,6 +250,12 @@ def removed_by_hand(
     family: str, model: nn.Module, sources: Tensor, targets: Tensor, renormalize: bool = False
 ) -> Iterator[None]:
     """The model without edges in any layer, while the block runs."""
-    edges = Removed(sources, targets, renormalize)
+    with without(family, model, Removed(sources, targets, renormalize)):
+        yield
+
+
+@contextmanager
+def without(family: str, model: nn.Module, edges: Removed) -> Iterator[None]:
+    """As above, of any edges."""
     with SCANS[family](model, edges), attention(model, edges):
         yield

@@ -100,6 +100,20 @@ def checked() -> Example:
     return replace(story(), validation=Validation("logit", "by <unk>", shares, curves, random))
 
 
+def many_curves(count: int = 9) -> Explanation:
+    """The story by so many methods, whose curves of removal lie close together."""
+    one = story()
+    methods = tuple(Method(f"m{k}", f"Method {k}", "by hand", False) for k in range(count))
+    steps = np.linspace(0, 1, 11)
+    curves = {m.name: 6 * (1 - steps) ** (1.5 + 0.25 * k) for k, m in enumerate(methods)}
+    random = np.outer(np.linspace(0.9, 1.1, 8), 6 * (1 - steps))
+    check = Validation("logit", "by <unk>", tuple(steps.tolist()), curves, random)
+    relevance = {m.name: one.relevance["mamba-lrp"] for m in methods}
+    return replace(
+        explanation(replace(one, relevance=relevance, deltas={}, validation=check)), methods=methods
+    )
+
+
 def picture(name: str = "A five") -> Example:
     """An image of 4 × 4 patches with three classes, one of them not explained."""
     rng = np.random.default_rng(1)
@@ -182,6 +196,13 @@ def classes(name: str = "A review") -> Example:
     return _labeled(name, (Output(None, answers, 0, (Contrast(0, 1, 2),)),), 3)
 
 
+def read_from(sign: str) -> Example:
+    """The classes of a text, read from the first token with this text."""
+    one = classes()
+    at = next(k for k, token in enumerate(one.tokens) if token.text.strip() == sign)
+    return replace(one, outputs=(replace(one.outputs[0], read_at=at),))
+
+
 def tags(name: str = "Names") -> Example:
     """A label of each token: all but two tokens are no name."""
     pieces = tokens(STORY)
@@ -258,6 +279,13 @@ def everywhere() -> Example:
     one = story()
     first = [replace(one.outputs[0], position=k) for k in range(one.prompt - 1)]
     return replace(one, outputs=(*first, *one.outputs))
+
+
+def unknown(word: str = " kite") -> Example:
+    """The story, with one word that the tokenizer does not know; it is also one of the answers."""
+    one = story()
+    read = [replace(t, read_as="<unk>") if t.text == word else t for t in one.tokens]
+    return replace(one, tokens=tuple(read))
 
 
 TURNS = (

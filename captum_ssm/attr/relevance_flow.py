@@ -60,6 +60,7 @@ class RelevanceFlow(MambaLRP):
         *,
         against: Any = "others",
         position: Any = None,
+        layers: int | str | Sequence[int | str] | None = None,
         formulation: str = "hidden",
         rule: str = "lrp",
         steps: int = 5,
@@ -72,6 +73,8 @@ class RelevanceFlow(MambaLRP):
                 other answers, weighted by their probabilities, which removes what speaks for any
                 answer; of an output that is one score, nothing. Another target: why not that one.
                 None: the target's score alone. Default: ``"others"``
+            layers (int, str or sequence, optional): only of these mixers, by index or path; None
+                for all. Default: None
             formulation (str, optional): where an edge starts. ``"hidden"``: at the scan's values,
                 so that it can be removed from a run (:func:`~captum_ssm.interventions.circuit`).
                 ``"unified"``: at the mixer's input, before the short convolution and with the skip,
@@ -90,6 +93,7 @@ class RelevanceFlow(MambaLRP):
 
         Raises:
             ValueError, TypeError: as for ``attribute``, or for an unknown formulation or rule.
+            KeyError: for a layer that is not there.
             UnsupportedModelError: for a mixer that was measured, whose scans have no coefficients,
                 or that works on windows of the tokens.
         """
@@ -100,8 +104,10 @@ class RelevanceFlow(MambaLRP):
         asked = target if against is None else Against(target, against)
         arguments = Arguments(inputs, asked, additional_forward_args, position)
         if rule == "integrated":
-            return self._integrated(arguments, formulation, steps)
-        return self._asked(arguments, formulation, rule)
+            found = self._integrated(arguments, formulation, steps)
+        else:
+            found = self._asked(arguments, formulation, rule)
+        return found if layers is None else found.of_layers(layers)
 
     def graph(
         self,

@@ -22,17 +22,20 @@ class Token:
             all tokens join to the whole text. A special token has its own name, such as ``<s>``.
         id (int): in the model's vocabulary.
         start, end (int): where ``text`` lies in the example's text. Equal for special tokens.
+        read_as (str, optional): what the model reads in the place of a text that the tokenizer does
+            not know, such as ``<unk>``. Default: None
 
     Examples::
 
         >>> explain(model, tokenizer, "w3 w4").examples[0].tokens[1]
-        Token(text=' w4', id=4, start=2, end=5)
+        Token(text=' w4', id=4, start=2, end=5, read_as=None)
     """
 
     text: str
     id: int
     start: int
     end: int
+    read_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,9 @@ class Output:
             is a part of the text ``"span"``, and ``"start"`` and ``"end"`` for where it does.
             Default: ``"next"``
         among (int, optional): how many answers the model chooses from. Default: None
+        read_at (int, optional): the token from whose vector alone a model with one output for a
+            whole text reads it: the last one, or one such as ``[CLS]``. None where that is not
+            known, or all tokens are read. Default: None
 
     Examples::
 
@@ -141,6 +147,12 @@ class Output:
     lens: tuple[tuple[Answer, ...], ...] = ()
     role: str = NEXT
     among: int | None = None
+    read_at: int | None = None
+
+    @property
+    def reading_token(self) -> int | None:
+        """The one token at which the output is read, if it is one."""
+        return self.read_at if self.position is None else self.position
 
 
 @dataclass(frozen=True, eq=False)

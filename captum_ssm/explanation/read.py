@@ -172,9 +172,10 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
 
 
 def _check_output(output: Output, rows: int, L: int, place: str) -> None:
-    count, at = len(output.answers), output.position
-    is_inside = at is None or 0 <= at < L
-    _require(is_inside, f"{place}.position", at, f"None or 0 .. {L - 1}" if L else "None")
+    count = len(output.answers)
+    for name, at in (("position", output.position), ("read_at", output.read_at)):
+        is_inside = at is None or 0 <= at < L
+        _require(is_inside, f"{place}.{name}", at, f"None or 0 .. {L - 1}" if L else "None")
     _require(output.role in ROLES, f"{place}.role", output.role, " or ".join(ROLES))
     indices = [output.chosen, *(i for one in output.contrasts for i in (one.answer, one.against))]
     _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")

@@ -64,6 +64,11 @@ def belongs(token: Token, start: int, end: int) -> bool:
     return begin < end and start < token.end
 
 
+def says_nothing(token: Token) -> bool:
+    """Whether a token is special, or has neither a letter nor a digit, such as a full stop."""
+    return token.start == token.end or not any(sign.isalnum() for sign in token.text)
+
+
 def words(tokens: Sequence[Token]) -> tuple[Span, ...]:
     """Words, and each punctuation mark by itself."""
     return _matched(tokens, _WORD)

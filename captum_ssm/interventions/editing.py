@@ -9,6 +9,7 @@ bit by bit.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -28,7 +29,8 @@ from captum_ssm.capture.unknown_mixers import adapter_of
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall
-from captum_ssm.mixers.call import LinearCalls, bound_arguments
+from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
+from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.registry import channels_of
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import bound, undo
@@ -46,11 +48,16 @@ class OpenMixer:
         path (str): the module's.
         call (MixerCall): the call, at the current input of the layer.
         mixer (FrozenMixer): the same, frozen, with its graph.
+        visit (int, optional): how often the module was called before in this run. Default: 0
+        unedited (OpenMixer, optional): the call in the run without the intervention, if that was
+            asked for. Default: None
     """
 
     path: str
     call: MixerCall
     mixer: FrozenMixer
+    visit: int = 0
+    unedited: OpenMixer | None = None
 
     @cached_property
     def mixed(self) -> list[Tensor]:
@@ -92,8 +99,9 @@ class OpenMixer:
     def returning(self, gated: Tensor) -> Tensor:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
         output = self.call.output
-        if self.projected is None or self.mixer.out_gate is not None:
-            change = self.mixer.projected(gated) - self.output
+        mixer = self.mixer if self.unedited is None else self.unedited.mixer
+        if self.projected is None or mixer.out_gate is not None:
+            change = mixer.projected(gated) - self.output
         else:
             change = F.linear(gated - self.gated, self.mixer.out_weight)
         if output.requires_grad and not change.requires_grad and torch.is_grad_enabled():
@@ -110,7 +118,9 @@ Edit = Callable[[OpenMixer], Tensor]
 
 
 @contextmanager
-def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Iterator[None]:
+def edited(
+    model: Any, layers: Layers, edit: Edit, *, check: bool = True, unedited: bool = False
+) -> Iterator[None]:
     """Let ``edit`` compute what the chosen mixers return, in this thread, while the block runs.
 
     Args:
@@ -119,6 +129,8 @@ def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Ite
         edit (Callable): takes an :class:`OpenMixer` and returns the output that replaces the
             module's.
         check (bool, optional): compare each frozen mixer with its module. Default: True
+        unedited (bool, optional): before each run of the model, run it on the same input without
+            the edits, and give ``edit`` its mixers too. Default: False
 
     Raises:
         ValueError: for a layer that is not there, or that is being edited already.
@@ -133,7 +145,8 @@ def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Ite
             f"{', '.join(twice)} is edited by another intervention around this one; expected each "
             "layer in one intervention at a time. Name other layers, or join the two into one."
         )
-    edits = _Edits(model, {module: path for path, module in chosen.items()}, edit, check)
+    paths = {module: path for path, module in chosen.items()}
+    edits = _Edits(model, paths, edit, check, _Unedited() if unedited else None)
     with workspace(), _noticed(edits):
         yield
     missed = [path for path in chosen if path not in edits.reached]
@@ -146,25 +159,78 @@ def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Ite
 
 
 @dataclass(eq=False)
+class _Unedited:
+    """The calls of the mixers in the run without the intervention, of the run that goes on now."""
+
+    calls: dict[tuple[str, int], OpenMixer] = field(default_factory=dict)
+    is_running: bool = False
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """Run the model, whose mixers are kept as they are."""
+        self.calls.clear()
+        self.is_running = True
+        try:
+            forward(*args, **without_caches(kwargs))
+        finally:
+            self.is_running = False
+
+    def of(self, opened: OpenMixer) -> OpenMixer:
+        """The call that ``opened`` is without the edits.
+
+        Raises:
+            UnsupportedModelError: the block runs a part of the model by itself.
+        """
+        call = self.calls.get((opened.path, opened.visit))
+        if call is None:
+            raise UnsupportedModelError(
+                f"{opened.path} was called, but not by the model's own forward, so its "
+                "coefficients in the run without the intervention are unknown; expected the block "
+                "to call the model itself. Do so, or pass coefficients='run'."
+            )
+        return call
+
+
+@dataclass(eq=False)
 class _Edits:
     # The edits of mixers by one intervention; a mixer inside of an edited one is left as it is.
     model: nn.Module
     paths: dict[nn.Module, str]
     edit: Edit
     check: bool
+    unedited: _Unedited | None = None
     reached: set[str] = field(default_factory=set)
+    visits: Counter[str] = field(default_factory=Counter)
     mask: Tensor | None = None
     busy: bool = False
+    calls: LinearCalls | None = None  # of the mixer that is running
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a module runs: the model's own padding mask."""
-        if original(module) is self.model:
-            mask = bound_arguments(module, args, kwargs).get("attention_mask")
-            self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
+    @cached_property
+    def linears(self) -> set[nn.Module]:
+        """The linear layers of the mixers."""
+        return {layer for mixer in self.paths for layer in mixer.modules() if is_plain(layer)}
+
+    def enter(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: its own padding mask, and the run without the edits."""
+        module = forward.module
+        if original(module) is not self.model:
+            return
+        mask = bound_arguments(module, args, kwargs).get("attention_mask")
+        self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
+        self.visits.clear()
+        if self.unedited is not None and not self.unedited.is_running:
+            self.unedited.run(forward, args, kwargs)
+            self.visits.clear()
 
     def acts_on(self, module: nn.Module) -> bool:
         """Whether a call of a module is edited."""
         return original(module) in self.paths and not self.busy
+
+    def keep(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        """Keep what a linear layer computed, so that freezing its mixer does not compute it."""
+        is_kept = self.calls is not None and original(module) in self.linears and len(args) == 1
+        # Nothing says whether tensors made under inference mode were changed since.
+        if is_kept and not result.is_inference():
+            self.calls.add(module, args[0], result)  # type: ignore[union-attr]
 
     def leave(self, call: MixerCall) -> MixerCall:
         """A call with what takes the place of its result."""
@@ -184,13 +250,22 @@ class _Edits:
         try:
             with without_autocast(), weights_loaded(module):
                 plain = replace(call, result=detached(result))
-                opened = OpenMixer(path, call, adapter_of(plain)(plain))
+                opened = OpenMixer(path, call, adapter_of(plain)(plain), self.visits[path])
+                self.visits[path] += 1
                 if self.check:
                     opened.check(self._mask_of(call))
-                output = self.edit(opened)
+                output = self._edited(opened)
         finally:
             self.busy = False
         return replace(call, result=with_first(result, output))
+
+    def _edited(self, opened: OpenMixer) -> Tensor:
+        if self.unedited is None:
+            return self.edit(opened)
+        if self.unedited.is_running:
+            self.unedited.calls[opened.path, opened.visit] = opened
+            return opened.call.output
+        return self.edit(replace(opened, unedited=self.unedited.of(opened)))
 
     def _mask_of(self, call: MixerCall) -> Tensor | None:
         mask = call.token_mask() if self.mask is None else self.mask
@@ -207,7 +282,7 @@ _LOCK = threading.Lock()
 @contextmanager
 def _noticed(edits: _Edits) -> Iterator[None]:
     # Calls of the modules that an intervention is about go through it, in this thread.
-    modules = {edits.model, *edits.paths}
+    modules = {edits.model, *edits.paths, *edits.linears}
     around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
     with ExitStack() as stack:
         undo(stack, _leave, edits, modules)
@@ -250,12 +325,20 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, around = self.module, _EDITS.get().get(original(self.module), ())
         for edits in around:
-            edits.enter(module, args, kwargs)
-        if not any(edits.acts_on(module) for edits in around):
-            return self.original(*args, **kwargs)
-        # The outputs of linear layers are kept, so that freezing the mixer does not compute them.
-        with LinearCalls() as linears:
+            edits.enter(self, args, kwargs)
+        editing = [edits for edits in around if edits.acts_on(module)]
+        linears = LinearCalls()
+        for edits in editing:
+            edits.calls = linears
+        try:
             result = self.original(*args, **kwargs)
+        finally:
+            for edits in editing:
+                edits.calls = None
+        for edits in around:
+            edits.keep(module, args, result)
+        if not editing:
+            return result
         call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
         call = replace(call, linears=linears)
         for edits in around:

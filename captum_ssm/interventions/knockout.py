@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from captum_ssm.interventions.edges import ProductEdges
 from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.left import with_edges
 from captum_ssm.interventions.selection import Layers, Tokens, mask_of
-from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import FORMULATIONS
-from captum_ssm.operators import SoftmaxOperator, TokenOperator
 
 
 @contextmanager
@@ -96,74 +94,16 @@ def knockout(
         )
 
     def edit(opened: OpenMixer) -> Tensor:
-        mixer = opened.mixer
-        operator = mixer.operator(formulation)
+        operator = opened.mixer.operator(formulation)
         B, L, _, M = operator.sizes
-        edges = Edges(
+        edges = ProductEdges(
             targets=mask_of("targets", targets, (B, L), operator.device),
             sources=mask_of("sources", sources, (B, L), operator.device),
             heads=mask_of("heads", heads, (1, M), operator.device, "heads or channels")[0],
             keep=keep,
+            renormalize=renormalize,
         )
-        if formulation == "unified":
-            return opened.returning(opened.gated - edges.carried(operator, mixer.inputs))
-        left = [
-            edges.left(y, scan, order, renormalize)
-            for y, (scan, order, _) in zip(opened.mixed, mixer.scans_in_order(), strict=True)
-        ]
-        return opened.returning_mixed(left)
+        return with_edges(opened, edges, None if formulation == "hidden" else operator)
 
     with edited(model, layers, edit, check=check):
         yield
-
-
-@dataclass(frozen=True)
-class Edges:
-    """The edges that are removed from a layer.
-
-    Args:
-        targets, sources (Tensor): bool, ``(B, L)``.
-        heads (Tensor): bool, ``(M,)``.
-        keep (bool): all edges except these.
-    """
-
-    targets: Tensor
-    sources: Tensor
-    heads: Tensor
-    keep: bool
-
-    def left(
-        self, mixed: Tensor, scan: FrozenMixer, order: Tensor | None, renormalize: bool
-    ) -> Tensor:
-        """What a scan that returned ``mixed (B, L, D)`` returns without the edges.
-
-        Args:
-            mixed (Tensor): in the scan's order.
-            scan (FrozenMixer): one of a mixer's.
-            order (Tensor, optional): which token of the mixer's each of the scan's is.
-            renormalize (bool): normalize probabilities of softmax attention anew.
-        """
-        if order is not None:
-            here = replace(self, targets=self.targets[:, order], sources=self.sources[:, order])
-            return here.left(mixed, scan, None, renormalize)
-        v, operator = scan.values, scan.recurrence
-        if renormalize and isinstance(operator, SoftmaxOperator):
-            pairs = self.targets[:, None, :, None] & self.sources[:, None, None, :]
-            pairs = (pairs & self.heads[:, None, None]) ^ self.keep  # (B, M, L, L)
-            return replace(scan, recurrence=operator.without(pairs)).mix(v)
-        # The scan of what is left, not the difference of two: where nothing is left it is zero.
-        left = operator.matvec(v * (self._written(v) ^ (not self.keep)))
-        left = left if scan.skip is None else torch.addcmul(left, scan.skip, v)
-        if self.keep:
-            mixed = torch.zeros_like(v) if scan.skip is None else scan.skip * v
-        return torch.where(self.targets[..., None], left, mixed)
-
-    def carried(self, operator: TokenOperator, values: Tensor) -> Tensor:
-        """What the edges carry of ``values (B, L, D)``: ``(B, L, D)``."""
-        carried = operator.matvec(values * self._written(values)) * self.targets[..., None]
-        return operator.matvec(values) - carried if self.keep else carried
-
-    def _written(self, values: Tensor) -> Tensor:
-        # The sources' channels, bool, (B, L, D).
-        channels = self.heads.repeat_interleave(values.shape[-1] // len(self.heads))
-        return self.sources[..., None] & channels

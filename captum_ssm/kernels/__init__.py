@@ -3,12 +3,12 @@
 :mod:`captum_ssm.kernels.diagonal` has those of a diagonal recurrence,
 :mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
 :mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors,
-:mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads. Each operation exists
-twice:
+:mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads,
+:mod:`captum_ssm.kernels.weighted_rows` that of channel means of heads. Each operation exists twice:
 
 * the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built. The CUDA
-  kernels (of all but :func:`map_distances`) are experimental: they compile and are checked thread
-  by thread on a CPU, but have not been run on a GPU yet;
+  kernels (of all but :func:`map_distances` and :func:`weighted_rows`) are experimental: they
+  compile and are checked thread by thread on a CPU, but have not been run on a GPU yet;
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
   argument: the fallback for any device.
 
@@ -20,8 +20,8 @@ Two naive matrices, the equations line by line in float64, define what is comput
 
 Results are float32, or float64 if any argument is float64; half precision arguments are
 accumulated in float32. :func:`tap_rows` is the exception: it writes into its argument ``out``, in
-that tensor's dtype, and has no gradient; :func:`map_distances` computes in the one dtype of its
-arguments, and has none either.
+that tensor's dtype, and has no gradient; :func:`map_distances` and :func:`weighted_rows` compute in
+the one dtype of their arguments, and have none either.
 """
 
 from captum_ssm.kernels import channel_mean, diagonal_backward, linear_attention_backward  # noqa: F401
@@ -44,6 +44,7 @@ from captum_ssm.kernels.linear_attention import (
 )
 from captum_ssm.kernels.linear_attention_coefficients import LinearAttentionCoefficients
 from captum_ssm.kernels.taps import tap_rows
+from captum_ssm.kernels.weighted_rows import weighted_rows
 
 __all__ = [
     "DiagonalCoefficients",
@@ -63,4 +64,5 @@ __all__ = [
     "naive_diagonal_matrix",
     "naive_linear_attention_matrix",
     "tap_rows",
+    "weighted_rows",
 ]

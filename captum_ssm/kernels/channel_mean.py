@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from captum_ssm.kernels.registration import operation
 
 
 @operation(
-    f"diagonal_mean({RECURRENCE}, Tensor? conv, int start, int stop) -> Tensor",
+    f"diagonal_mean({RECURRENCE}, Tensor? conv, Tensor? columns, int start, int stop) -> Tensor",
     DiagonalCoefficients,
     fake=lambda c, start, stop: c.dt.new_empty(len(c.dt), stop - start, c.dt.shape[1]),
 )
@@ -48,6 +49,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
         t = part.dt.clamp(max=HUGE).double()
         t_near, r_near, b_near, c_near = near(t), near(right), near(B), near(part.C)
         f = None if part.left is None else near(part.left)
+        factors = _Columns.of(part, stop, padded - rows)
 
         for first in range(0, padded, tile):
             edge, at = start + first, slice(first, first + tile)
@@ -55,18 +57,17 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
                 continue
             p = _panel(t_near[:, at].cumsum(1), A, c_near[:, at], None if f is None else f[:, at])
             q = _panel(_after(t[:, :edge], 1), A, B[:, :edge], right[:, :edge])
-            out[:, at, : extra + edge] += p @ _fold(q, conv).mT
+            out[:, at, : extra + edge] += p @ _fold(q, conv, factors.before(edge)).mT
 
         for h in halves:
             early, late = partial(_half, h, 0), partial(_half, h, 1)  # the sources and the rows
             q = _panel(_after(early(t_near), 2), A, early(b_near), early(r_near))
-            scale = None if f is None else late(f)
-            p = _panel(late(t_near).cumsum(2), A, late(c_near), scale)
-            triangles[h] += p @ _fold(q, conv).mT
+            p = _panel(late(t_near).cumsum(2), A, late(c_near), None if f is None else late(f))
+            triangles[h] += p @ _fold(q, conv, factors.blocks(start, h, 2 * h)).mT
 
         z = (b_near * c_near).sum(-1, keepdim=True) * r_near.unflatten(-1, (B.shape[2], -1))
-        z = scaled(z.flatten(2), f)
-        diagonal += z.sum(-1, keepdim=True) if conv is None else z @ conv
+        z = _fold(scaled(z.flatten(2), f)[:, :, None], conv, factors.blocks(start, 1, 1))
+        diagonal += z.sum(-1)
 
     for h in halves:
         strides = (padded * width, 2 * h * (width + 1), width, 1)
@@ -114,9 +115,34 @@ def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor |
     return x.flatten(-3)
 
 
-def _fold(q: Tensor, conv: Tensor | None) -> Tensor:
+class _Columns(NamedTuple):
+    # The factors of the columns, which start `extra` positions left of the first one; or none.
+    factors: Tensor | None
+    extra: int
+
+    @classmethod
+    def of(cls, c: DiagonalCoefficients, stop: int, after: int) -> _Columns:
+        extra = 0 if c.conv is None else c.conv.shape[1] - 1
+        if c.columns is None:
+            return cls(None, extra)
+        return cls(F.pad(c.columns[:, :stop], (0, 0, extra, after)), extra)
+
+    def before(self, edge: int) -> Tensor | None:
+        """Those that sources before a position reach."""
+        return None if self.factors is None else self.factors[:, : self.extra + edge]
+
+    def blocks(self, start: int, size: int, step: int) -> Tensor | None:
+        """Those that blocks of so many sources reach, one block every few positions."""
+        if self.factors is None:
+            return None
+        return self.factors[:, start:].unfold(1, self.extra + size, step).mT
+
+
+def _fold(q: Tensor, conv: Tensor | None, columns: Tensor | None) -> Tensor:
     """Fold taps into a panel of sources, which then extends K - 1 columns further left."""
-    if conv is None:
+    if conv is not None:
+        taps = conv.repeat_interleave(q.shape[-1] // len(conv), 0)
+        q = causal_conv_transpose(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
+    if columns is None:
         return q
-    taps = conv.repeat_interleave(q.shape[-1] // len(conv), 0)
-    return causal_conv_transpose(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
+    return (q.unflatten(-1, (columns.shape[-1], -1)) * columns.unsqueeze(-1)).flatten(-2)

@@ -10,6 +10,9 @@ depthwise convolution with taps in ``nn.Conv1d`` order::
 
     Conv_d[s, j] = conv[d, K - 1 - (s - j)]   for 0 <= s - j < K
 
+and after factors ``columns[j, d]`` of the tokens that the convolution reads: ``alpha_d Conv_d
+diag(columns_d)``.
+
 Selective state spaces (S6) have ``right = dt``; gated linear RNNs have ``N = 1``, ``A = -1``,
 ``dt = -log(decay)``.
 """
@@ -52,6 +55,8 @@ class DiagonalCoefficients:
         left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
         conv (Tensor, optional): ``(D, K)``, the taps of a causal convolution before the
             recurrence; the last tap is the current token. Default: None
+        columns (Tensor, optional): ``(B, L, D)``, a factor of each token's value before the
+            convolution. Default: None
 
     Examples::
 
@@ -66,6 +71,7 @@ class DiagonalCoefficients:
     C: Tensor
     left: Tensor | None = None
     conv: Tensor | None = None
+    columns: Tensor | None = None
 
     def narrow(self, start: int, stop: int) -> DiagonalCoefficients:
         """The coefficients of channels ``start .. stop - 1``."""
@@ -87,6 +93,7 @@ class DiagonalCoefficients:
             C,
             None if self.left is None else self.left[..., start:stop],
             None if self.conv is None else self.conv[start:stop],
+            None if self.columns is None else self.columns[..., start:stop],
         )
 
 
@@ -99,7 +106,7 @@ def _checked(c: DiagonalCoefficients, **first: Tensor) -> list[Any]:
     shape, N = tuple(c.dt.shape), c.A.shape[-1]
     if len(shape) != 3 or 0 in shape[1:]:
         raise shape_error("dt", c.dt, "(B, L, D) with L and D at least 1")
-    for name, x in (("right", c.right), ("left", c.left)):
+    for name, x in (("right", c.right), ("left", c.left), ("columns", c.columns)):
         if x is not None and x.shape != shape:
             raise shape_error(name, x, f"that of dt, {shape}")
     if c.A.dim() != 2 or c.A.shape[0] != shape[2] or N == 0:
@@ -113,15 +120,19 @@ def _checked(c: DiagonalCoefficients, **first: Tensor) -> list[Any]:
         raise ValueError(f"B and C have {c.B.shape[2]} groups; expected a divisor of D = {D}")
     if c.conv is not None and (c.conv.dim() != 2 or c.conv.shape[0] != D or c.conv.shape[1] == 0):
         raise shape_error("conv", c.conv, f"(D, K) with D = {D} and K at least 1, or None")
+    right, conv, columns = len(first) + 1, -2, -1
+    if tensors[conv] is None and tensors[columns] is not None:
+        tensors[right], tensors[columns] = tensors[right] * tensors[columns], None
     return tensors
 
 
-# The tensors of the schemas, in the order of the fields; the convolution comes after them.
+# The tensors of the schemas, in the order of the fields; the convolution comes after them. The mean
+# has the factors of columns in its sum; other operations take them outside.
 RECURRENCE = "Tensor dt, Tensor right, Tensor A, Tensor B, Tensor C, Tensor? left"
 
 
 def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
-    """Apply the maps to values, ``y_d = alpha_d Conv_d v_d``, in linear time.
+    """Apply the maps to values, ``y_d = alpha_d Conv_d diag(columns_d) v_d``, in linear time.
 
     Args:
         v (Tensor): values, ``(B, L, D)``.
@@ -141,11 +152,12 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
         >>> diagonal_scan(v, DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)).shape
         torch.Size([1, 5, 4])
     """
-    v, *recurrence, conv = _checked(coefficients, v=v)
+    v, *recurrence, conv, columns = _checked(coefficients, v=v)
     if v.shape != coefficients.dt.shape:
         raise shape_error("v", v, f"that of dt, {tuple(coefficients.dt.shape)}")
     warn_if_missing()
-    return torch.ops.captum_ssm.diagonal_scan(causal_conv(v, conv), *recurrence)
+    v = causal_conv(scaled(v, columns), conv)
+    return torch.ops.captum_ssm.diagonal_scan(v, *recurrence)
 
 
 @operation(
@@ -155,7 +167,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     backward=lambda grad, v, c, needed: _scan_backward(grad, v, c, needed),
 )
 def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
-    x = (causal_conv(v, c.conv) * c.right)[:, None]
+    x = (causal_conv(scaled(v, c.columns), c.conv) * c.right)[:, None]
     return scaled(outputs(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
 
 
@@ -171,14 +183,14 @@ def _scan_backward(
 
 
 def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool = False) -> Tensor:
-    """Multiply row vectors with the maps, ``u_d = w_d^T (alpha_d Conv_d)``, in linear time.
+    """Multiply row vectors with the maps, ``u_d = w_d^T alpha_d Conv_d diag(columns_d)``.
 
-    The coefficients and the errors are those of :func:`diagonal_scan`.
+    It takes linear time. The coefficients and the errors are those of :func:`diagonal_scan`.
 
     Args:
         w (Tensor): ``(B, L, D)``, or ``(B, L)`` for one row vector shared by all channels.
         mean (bool, optional): return the mean over channels, with O(L) memory in addition to the
-            arguments. Default: False
+            arguments unless there is a convolution after ``columns``. Default: False
 
     Returns:
         Tensor: ``(B, L, D)``, or ``(B, L)`` with ``mean``. Differentiable; the gradient with
@@ -192,12 +204,15 @@ def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool =
         >>> row = diagonal_rmatvec(last, coefficients, mean=True)
         >>> torch.testing.assert_close(row, diagonal_mean(coefficients)[:, -1])
     """
-    w, *tensors = _checked(coefficients, w=w)
+    w, *tensors, columns = _checked(coefficients, w=w)
     shape = tuple(coefficients.dt.shape)
     if w.shape not in (shape, shape[:2]):
         raise shape_error("w", w, f"{shape} or {shape[:2]}")
     warn_if_missing()
-    return torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, bool(mean))
+    if columns is None:
+        return torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, bool(mean))
+    u = torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, False) * columns
+    return u.mean(-1) if mean else u
 
 
 def _rmatvec_backward(
@@ -230,14 +245,14 @@ def _rmatvec_backward(
 def diagonal_rmatvec_torch(w: Tensor, c: DiagonalCoefficients, mean: bool = False) -> Tensor:
     w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
     s = reversed_outputs(scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
-    u = causal_conv_transpose(s * c.right, c.conv)
+    u = scaled(causal_conv_transpose(s * c.right, c.conv), c.columns)
     return u.mean(-1) if mean else u
 
 
 def diagonal_mean(
     coefficients: DiagonalCoefficients, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Rows ``[start, stop)`` of the channel-mean matrix, ``mean_d(alpha_d Conv_d)``.
+    """Rows ``[start, stop)`` of the channel mean, ``mean_d(alpha_d Conv_d diag(columns_d))``.
 
     No per-channel matrix is ever formed: blocks off the diagonal are matrix products with an
     inner dimension of channels times state. A range of rows costs its share of the whole, so a
@@ -268,7 +283,7 @@ def diagonal_mean(
 
 
 def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
-    """Rows of every channel's own matrix ``alpha_d Conv_d``.
+    """Rows of every channel's own matrix ``alpha_d Conv_d diag(columns_d)``.
 
     The coefficients are those of :func:`diagonal_scan`, as are the errors.
 
@@ -291,10 +306,11 @@ def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
         >>> y = torch.einsum("bdij,bjd->bid", maps, v)
         >>> torch.testing.assert_close(y, diagonal_scan(v, coefficients))
     """
-    tensors = _checked(coefficients)
+    *tensors, columns = _checked(coefficients)
     index = row_index(index, coefficients.dt)
     warn_if_missing()
-    return torch.ops.captum_ssm.diagonal_rows(index, *tensors)
+    rows = torch.ops.captum_ssm.diagonal_rows(index, *tensors)
+    return rows if columns is None else rows * columns.mT[:, :, None]
 
 
 @operation(
@@ -308,12 +324,14 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
     if index.shape[1] == 0:
         return c.dt.new_zeros(batch, channels, 0, length)
     impulse = scaled(torch.ones_like(c.dt), c.left)[:, None]
+    columns = None if c.columns is None else c.columns[:, None]
     together = max(1, 2**23 // max(1, c.dt.numel()))
     parts = []
     for at in index.split(together, 1):
         w = F.one_hot(at, length).to(c.dt.dtype).unsqueeze(-1)
         s = reversed_outputs(w * impulse, c.dt, c.A, c.C, c.B)
-        parts.append(causal_conv_transpose(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
+        rows = scaled(causal_conv_transpose(s * c.right[:, None], c.conv), columns)
+        parts.append(rows.permute(0, 3, 1, 2))
     return torch.cat(parts, 2)
 
 
@@ -347,4 +365,4 @@ def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
         for lag in range(min(length, c.conv.shape[1])):
             shift.diagonal(-lag, 1, 2).copy_(c.conv[:, -1 - lag, None])
         out = out @ shift
-    return out
+    return out if c.columns is None else out * c.columns.double().mT[:, :, None]

@@ -224,12 +224,16 @@ class LinearCalls(TorchFunctionMode):
         """Only those of a module's own layers, while it runs, at no cost for what else it does."""
 
         def keep(layer: Any, args: Any, result: Tensor) -> None:
-            self._calls.append((original(layer), args[0].detach(), result, result._version))
+            self.add(original(layer), args[0].detach(), result)
 
         with ExitStack() as hooks:
             for layer in filter(is_plain, module.children()):
                 hooks.enter_context(layer.register_forward_hook(keep))
             yield
+
+    def add(self, layer: nn.Module, given: Tensor, result: Tensor) -> None:
+        """Keep what a layer returned."""
+        self._calls.append((layer, given, result, result._version))
 
     def keep_only(self, tokens: Tensor, output: Tensor) -> None:
         """Let go of all calls, except those given as many tokens, and what ``output`` came of.

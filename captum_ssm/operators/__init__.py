@@ -17,6 +17,7 @@ from captum_ssm.operators.permuted import MovedOperator, PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator
+from captum_ssm.operators.top import TopEntries
 from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.wkv import wkv_operator as wkv_operator
 from captum_ssm.operators.wkv import wkv_state as wkv_state
@@ -37,6 +38,7 @@ __all__ = [
     "SumOperator",
     "ToeplitzOperator",
     "TokenOperator",
+    "TopEntries",
     "WeightsOperator",
 ]
 

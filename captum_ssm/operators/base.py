@@ -14,6 +14,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor, nn
 
+from captum_ssm.operators.top import TopEntries, top_entries
 from captum_ssm.utils.memory import tile_entries
 from captum_ssm.utils.nested import detached
 
@@ -165,8 +166,8 @@ class TokenOperator(ABC):
             added = added.convolved(conv)
         return _composed.SumOperator((composed, added))
 
-    def with_taps(self, taps: Tensor) -> TokenOperator | None:
-        """``alpha conv`` as one operator, where one computes causal taps ``(D, K)`` too."""
+    def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator | None:
+        """``alpha conv diag(right)`` as one operator, if it computes causal taps ``(D, K)`` too."""
         return None
 
     def detach(self) -> TokenOperator:
@@ -222,15 +223,58 @@ class TokenOperator(ABC):
             ones = columns.to(self.dtype)[..., None].expand(shape)
         return self.matvec(ones).mean(-1)
 
+    def top(self, k: int, by: str = "size") -> TopEntries:
+        r"""The largest entries of the channel sum :math:`\sum_d \alpha^{m(d)}_{ij}`.
+
+        Those are D times the entries of ``matrix("mean")``, which is never held: memory is linear
+        in L. Tiles of rows that cannot contain any of the largest, by :meth:`row_bounds`, are not
+        computed. Entries above the diagonal of a causal operator are never returned.
+
+        Args:
+            k (int): how many per example, at least 1. There are at most as many as the matrix has.
+            by (str, optional): ``"size"``, the largest absolute values, or ``"signed"``, the
+                largest values. Default: ``"size"``
+
+        Returns:
+            TopEntries: ``values``, ``targets`` (rows) and ``sources`` (columns), ``(B, k)`` each,
+            the largest first; and ``rest (B,)``, the sum of all other entries.
+
+        Raises:
+            ValueError: for an unknown order, or k below 1.
+
+        Examples::
+
+            >>> operator = SkipOperator(torch.rand(1, 5, 4)).convolved(torch.rand(4, 2))
+            >>> top = operator.scaled(torch.randn(1, 5, 4), None).top(3)
+            >>> top.values.shape, bool((top.sources <= top.targets).all())
+            (torch.Size([1, 3]), True)
+        """
+        return top_entries(self, k, by)
+
+    def row_bounds(self) -> Tensor:
+        """A bound of the sizes of each row's entries in the channel sum: ``(B, L)``.
+
+        It takes linear time, and is infinite where nothing is known of an operator's entries.
+        """
+        return _composed.ScaledOperator(self).row_bounds()
+
+    def map_bounds(self) -> tuple[Tensor, Tensor] | None:
+        r"""Row and column factors of a bound: :math:`|\alpha^m_{ij}| \le a_{im} b_{jm}`.
+
+        Returns:
+            tuple of Tensor, optional: a and b, ``(B, L, M)`` each; None where nothing is known.
+        """
+        return None
+
     def _reduced(self, index: Tensor, reduction: str) -> Tensor:
         of_tile, combine = _OVER_MAPS[reduction]
-        tiles = self._map_tiles(index.shape[1])
+        tiles = self.map_tiles(index.shape[1])
         total = functools.reduce(combine, (of_tile(self.map_rows(index, *tile)) for tile in tiles))
         return total / self.maps if reduction == "mean" else total
 
-    def _map_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
-        # Tiles of maps whose rows take a bounded amount of memory (64 MiB in float32).
-        entries = tile_entries(1 << 24)
+    def map_tiles(self, rows: int, most: int = 1 << 24) -> Iterator[tuple[int, int]]:
+        """Ranges of maps, of whose rows so many have at most ``most`` entries (64 MiB)."""
+        entries = tile_entries(most)
         step = max(1, entries // max(1, self.batch * rows * self.length))
         for start in range(0, self.maps, step):
             yield start, min(self.maps, start + step)

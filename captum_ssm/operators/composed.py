@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from captum_ssm import kernels
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
+from captum_ssm.kernels.weighted_rows import weighted_rows_torch
 from captum_ssm.operators.base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
     depthwise_conv,
     depthwise_conv_transpose,
     join_taps,
+    tap_places,
 )
 from captum_ssm.utils.lazy import cached_property
+
+# Rows of heads at a time, and entries of their maps, which should fit the caches.
+ROWS, ENTRIES = 256, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class SkipOperator(TokenOperator):
     Args:
         diagonal (Tensor): ``(B, L, D)``.
         taps (Tensor, optional): ``(D, K)``, of a causal convolution before it. Default: None
+        right (Tensor, optional): ``(B, L, D)``, column factors before the convolution.
+            Default: None
 
     Examples::
 
@@ -38,9 +48,10 @@ class SkipOperator(TokenOperator):
 
     diagonal: Tensor
     taps: Tensor | None = None
+    right: Tensor | None = None
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self.diagonal * causal_conv(v, self.taps)
+        return self.diagonal * causal_conv(v if self.right is None else v * self.right, self.taps)
 
     # After a convolution it is a band matrix: a number for each row and lag.
 
@@ -50,24 +61,33 @@ class SkipOperator(TokenOperator):
             return _shift_add(w[..., None] * self._mean_band)
         u = (w if w.dim() == 3 else w[..., None]) * self.diagonal
         u = causal_conv_transpose(u, self.taps)
+        u = u if self.right is None else u * self.right
         return u.mean(-1) if mean else u
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
         return _scatter(index, self._mean_band[:, None])[:, 0]
 
+    def row_bounds(self) -> Tensor:
+        return self._mean_band.abs().amax(-1) * self.channels
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         at = self.diagonal[..., start:stop].transpose(1, 2)  # (B, m, L)
-        return _scatter(index, at[..., None] * self._by_lag[start:stop, None, :])
+        band = at[..., None] * self._by_lag[start:stop, None, :]
+        if self.right is not None:
+            lags = [x[..., start:stop].mT for x in self._lagged]
+            band = band * torch.stack(lags, -1)
+        return _scatter(index, band)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
-        factor = product(left, right)
         if self.taps is not None:
-            return super().scaled(left, right)
+            diagonal = self.diagonal if left is None else self.diagonal * left
+            return SkipOperator(diagonal, self.taps, product(self.right, right))
+        factor = product(left, right)
         return self if factor is None else SkipOperator(self.diagonal * factor)
 
-    def with_taps(self, taps: Tensor) -> TokenOperator | None:
-        return SkipOperator(self.diagonal, taps) if self.taps is None else None
+    def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator | None:
+        return SkipOperator(self.diagonal, taps, right) if self.taps is None else None
 
     @property
     def _by_lag(self) -> Tensor:
@@ -77,9 +97,18 @@ class SkipOperator(TokenOperator):
         return torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
 
     @property
+    def _lagged(self) -> list[Tensor]:
+        # What right is at the token that each lag reads, (B, L, D) each.
+        assert self.right is not None
+        return [lagged(self.right, lag) for lag in range(self._by_lag.shape[1])]
+
+    @property
     def _mean_band(self) -> Tensor:
         # The channel mean by row and lag: (B, L, K).
-        return self.diagonal @ self._by_lag / self.channels
+        if self.right is None:
+            return self.diagonal @ self._by_lag / self.channels
+        pairs = zip(self._lagged, self._by_lag.mT, strict=True)
+        return torch.stack([(self.diagonal * x) @ tap for x, tap in pairs], -1) / self.channels
 
 
 @dataclass(frozen=True)
@@ -117,6 +146,9 @@ class SumOperator(PartsOperator):
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         return sum_of([part.row_tile(start, stop) for part in self.parts])
+
+    def row_bounds(self) -> Tensor:
+        return sum_of([part.row_bounds() for part in self.parts])
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return sum_of([part.map_rows(index, start, stop) for part in self.parts])
@@ -194,31 +226,66 @@ class ScaledOperator(AroundOperator):
             rows = rows * self.right[..., start:stop].mT[:, :, None]
         return rows  # (B, m, R, L)
 
+    def row_bounds(self) -> Tensor:
+        # Cauchy-Schwarz over the channels of a map.
+        B, L, D, _ = self.sizes
+        known, M = self.inner.map_bounds(), self.inner.maps
+        ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
+        left, right = (
+            (ones if x is None else x).expand(B, L, D).unflatten(-1, (M, -1)).norm(dim=-1)
+            for x in (self.left, self.right)
+        )
+        if known is None:
+            return torch.where(left.any(-1), torch.inf, 0.0).to(self.dtype)
+        rows, columns = left * known[0], right * known[1]
+        most = columns.cummax(1).values if self.is_causal else columns.amax(1, keepdim=True)
+        return (rows * most).sum(-1)
+
     def row_tile(self, start: int, stop: int) -> Tensor:
         if not self.has_heads:
             return super().row_tile(start, stop)
         return self.convolved_row_tile(start, stop, self.reference.new_ones(self.channels, 1))
 
-    def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
-        """As :meth:`row_tile`, of heads after a convolution with causal taps ``(D, K)``."""
-        # The mean over a head's channels of left_i right_j conv_lag is a matrix product of inner
-        # dimension P; one for each tap, all on the same rows of the head's map.
+    def convolved_row_tile(
+        self, start: int, stop: int, taps: Tensor, columns: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`row_tile`, of heads after a convolution with causal taps ``(D, K)``.
+
+        ``columns (B, L, D)`` are factors before the convolution.
+        """
         B, L, D, _ = self.sizes
-        H = self.inner.maps
-        P = D // H
-        index = torch.arange(start, stop, device=self.device).expand(B, -1)
         ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
         left = (ones if self.left is None else self.left[:, start:stop]).expand(B, stop - start, D)
         right = (ones if self.right is None else self.right).expand(B, L, D)
-        taps = taps.flip(-1)  # by lag
-        total = torch.zeros(B, stop - start, L, dtype=self.dtype, device=self.device)
-        for h in range(H):
-            at = slice(h * P, (h + 1) * P)
-            rows = self.inner.map_rows(index, h, h + 1)[:, 0]  # (B, R, L)
-            for lag in range(min(taps.shape[1], L)):
-                weight = (left[..., at] * taps[at, lag]) @ right[..., at].mT
-                total[..., : L - lag] += (rows * weight)[..., lag:]
-        return total / D
+        lags = enumerate(taps.flip(-1)[:, :L].mT)
+        if columns is None:
+            sources = torch.stack([right.mT * tap[:, None] for _, tap in lags])
+        else:
+            sources = torch.stack([(right * tap * lagged(columns, lag)).mT for lag, tap in lags])
+        # What has a graph is summed by what autograd knows.
+        tensors = (left, sources, self.inner.reference)
+        has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        weighted = weighted_rows_torch if has_graph else kernels.weighted_rows
+        tiles = []
+        for first in range(start, stop, ROWS):
+            last = min(stop, first + ROWS)
+            tiles.append(
+                self._weighted(first, left[:, first - start : last - start], sources, weighted)
+            )
+        return torch.cat(tiles, 1) / D
+
+    def _weighted(self, first: int, left: Tensor, sources: Tensor, weighted: Any) -> Tensor:
+        # Rows from the first one on, of the sum over the maps.
+        B, R, D = left.shape
+        P = D // self.inner.maps
+        index = torch.arange(first, first + R, device=self.device).expand(B, -1)
+        last = first if self.is_causal else self.length
+        total = torch.zeros(B, R, self.length, dtype=self.dtype, device=self.device)
+        for m, end in self.inner.map_tiles(R, ENTRIES):
+            at = slice(m * P, end * P)
+            rows = self.inner.map_rows(index, m, end)
+            total = total + weighted(rows, left[..., at], sources[:, :, at], last)
+        return total
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         return ScaledOperator(self.inner, product(self.left, left), product(self.right, right))
@@ -226,7 +293,7 @@ class ScaledOperator(AroundOperator):
 
 @dataclass(frozen=True)
 class ConvolvedOperator(AroundOperator):
-    """An operator applied after a depthwise convolution, ``alpha conv``: one map per channel.
+    """An operator after a depthwise convolution, ``alpha conv diag(right)``: one map per channel.
 
     Args:
         inner (TokenOperator): alpha, with one map per channel.
@@ -234,6 +301,8 @@ class ConvolvedOperator(AroundOperator):
             ``(D, Kh, Kw)`` with odd Kh and Kw, centered on the patches of an image as a
             zero-padded :class:`torch.nn.Conv2d`.
         grid (tuple of int, optional): (H, W) of the image's patches, H W = L, for 2-D taps.
+            Default: None
+        right (Tensor, optional): ``(B, L, D)``, column factors before the convolution.
             Default: None
 
     Raises:
@@ -252,6 +321,7 @@ class ConvolvedOperator(AroundOperator):
     inner: TokenOperator
     taps: Tensor
     grid: tuple[int, int] | None = None
+    right: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.inner.maps != self.inner.channels:
@@ -266,56 +336,76 @@ class ConvolvedOperator(AroundOperator):
         return self.grid is None and self.inner.is_causal
 
     def matvec(self, v: Tensor) -> Tensor:
+        v = v if self.right is None else v * self.right
         return self.inner.matvec(depthwise_conv(v, self.taps, self.grid))
 
     @cached_property
     def _whole(self) -> TokenOperator | None:
-        return self.inner.with_taps(self.taps) if self.grid is None else None
+        return self.inner.with_taps(self.taps, self.right) if self.grid is None else None
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
         if self._whole is not None:
             return self._whole.rmatvec(w, reduction)
         mean = check_rmatvec(reduction)
         u = depthwise_conv_transpose(self.inner.rmatvec(w), self.taps, self.grid)
+        u = u if self.right is None else u * self.right
         return u.mean(-1) if mean else u
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         if self._whole is not None:
             return self._whole.map_rows(index, start, stop)
         rows = self.inner.map_rows(index, start, stop)
-        return conv_columns(rows, self.taps[start:stop], self.grid)
+        rows = conv_columns(rows, self.taps[start:stop], self.grid)
+        return rows if self.right is None else rows * self.right[..., start:stop].mT[:, :, None]
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         if self._whole is not None:
             return self._whole.row_tile(start, stop)
         inner = self.inner
-        if self.grid is None and isinstance(inner, ScaledOperator) and inner.has_heads:
-            return inner.convolved_row_tile(start, stop, self.taps)
-        return super().row_tile(start, stop)
+        if isinstance(inner, ScaledOperator) and (self.grid is not None or not inner.has_heads):
+            return super().row_tile(start, stop)
+        if isinstance(inner, ScaledOperator):
+            return inner.convolved_row_tile(start, stop, self.taps, self.right)
+        # Each tap moves the columns of one channel mean.
+        tile = torch.zeros(
+            self.batch, stop - start, self.length, dtype=self.dtype, device=self.device
+        )
+        for part, at in self._by_tap:
+            tile.index_add_(-1, at.clamp(min=0), part.row_tile(start, stop))
+        return tile
+
+    def row_bounds(self) -> Tensor:
+        if self._whole is not None:
+            return self._whole.row_bounds()
+        return sum_of([part.row_bounds() for part, _ in self._by_tap])
+
+    @property
+    def _by_tap(self) -> Iterator[tuple[TokenOperator, Tensor]]:
+        # An operator for each tap, and the columns (L,) that its own are part of, -1 for none.
+        for tap, at in tap_places(self.taps, self.length, self.grid):
+            factor = torch.where(at[:, None] >= 0, tap, 0).expand(*self.sizes[:3])
+            if self.right is not None:
+                factor = factor * self.right[:, at.clamp(min=0)]
+            yield self.inner.scaled(None, factor), at
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         inner = self.inner if left is None else self.inner.scaled(left, None)
-        if right is not None and isinstance(inner, SkipOperator) and self.grid is None:
-            return _band(inner.diagonal, self.taps, right)
-        scaled = ConvolvedOperator(inner, self.taps, self.grid)
         # A column factor acts before the convolution, so it is not part of `inner`.
-        return scaled if right is None else ScaledOperator(scaled, right=right)
+        right = product(self.right, None if right is None else right.expand(*self.sizes[:3]))
+        return ConvolvedOperator(inner, self.taps, self.grid, right)
 
     def convolved(self, taps: Tensor, grid: tuple[int, int] | None = None) -> TokenOperator:
-        if grid is None and self.grid is None:
+        if grid is None and self.grid is None and self.right is None:
             return ConvolvedOperator(self.inner, join_taps(self.taps, taps))
         return super().convolved(taps, grid)
 
 
-def _band(left: Tensor, taps: Tensor, right: Tensor) -> TokenOperator:
-    # diag(left) conv diag(right) is a band: for each lag a diagonal, shifted.
-    parts, shifted = [], right
-    for lag, tap in enumerate(taps.flip(-1).mT):
-        one_tap = torch.zeros_like(taps)
-        one_tap[:, -1 - lag] = 1
-        parts.append(ConvolvedOperator(SkipOperator(left * tap * shifted), one_tap))
-        shifted = nn.functional.pad(shifted, (0, 0, 1, 0))[:, :-1]
-    return SumOperator(tuple(parts))
+def lagged(x: Tensor, lag: int) -> Tensor:
+    """What ``x (B, L, ...)`` is so many tokens earlier, later for a negative lag; else zero."""
+    zeros = torch.zeros_like(x[:, : abs(lag)])
+    if lag < 0:
+        return torch.cat([x[:, -lag:], zeros], 1)
+    return torch.cat([zeros, x[:, : x.shape[1] - zeros.shape[1]]], 1)
 
 
 def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:

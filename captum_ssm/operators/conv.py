@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +47,22 @@ def conv_columns(rows: Tensor, taps: Tensor, grid: tuple[int, int] | None = None
     for lag in range(min(K, L)):
         out[..., : L - lag] += (rows * taps[:, None, K - 1 - lag, None])[..., lag:]
     return out
+
+
+def tap_places(
+    taps: Tensor, length: int, grid: tuple[int, int] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tap ``(D,)``, and the token ``(L,)`` that it reads at each token, -1 for none."""
+    token = torch.arange(length, device=taps.device)
+    if grid is None:
+        for lag, tap in enumerate(taps.flip(-1)[:, :length].mT):
+            yield tap, (token - lag).clamp(min=-1)
+        return
+    row, column = token // grid[1], token % grid[1]
+    for a, b in itertools.product(range(taps.shape[1]), range(taps.shape[2])):
+        y, x = row + a - taps.shape[1] // 2, column + b - taps.shape[2] // 2
+        is_in = (y >= 0) & (y < grid[0]) & (x >= 0) & (x < grid[1])
+        yield taps[:, a, b], torch.where(is_in, y * grid[1] + x, -1)
 
 
 def join_taps(first: Tensor, second: Tensor) -> Tensor:

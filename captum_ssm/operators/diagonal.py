@@ -22,15 +22,15 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
-from captum_ssm.operators.composed import product
+from captum_ssm.operators.composed import lagged, product, sum_of
 
 
 @dataclass(frozen=True)
 class DiagonalOperator(DiagonalCoefficients, TokenOperator):
     """A diagonal recurrence with optional row and column factors; one map per channel.
 
-    The operator is ``diag(left) alpha diag(right) conv``. The arguments are those of
-    :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
+    The operator is ``diag(left) alpha diag(right) conv diag(columns)``. The arguments are those
+    of :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
 
     Raises:
         ValueError, TypeError: at the first use, for tensors whose shapes do not agree.
@@ -55,6 +55,24 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
     def row_tile(self, start: int, stop: int) -> Tensor:
         return kernels.diagonal_mean(self, start, stop)
 
+    def row_bounds(self) -> Tensor:
+        # Cauchy-Schwarz over the channels of a group; decays are at most one.
+        taps = self.right.new_ones(self.channels, 1) if self.conv is None else self.conv
+        columns = sum_of(
+            [
+                self._group_norms(lagged(self.right, -lag) * tap, self.columns)
+                * lagged(self.B.abs(), -lag)
+                for lag, tap in enumerate(taps.flip(-1)[:, : self.length].mT)
+            ]
+        )
+        left = torch.ones_like(self.dt) if self.left is None else self.left
+        rows = self._group_norms(left) * self.C.abs()  # (B, L, G, N)
+        return (rows * columns.cummax(1).values).sum((2, 3))
+
+    def _group_norms(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        x = x if factor is None else x * factor
+        return x.unflatten(-1, (self.B.shape[2], -1)).norm(dim=-1, keepdim=True)  # (B, L, G, 1)
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return kernels.diagonal_rows(index, self.narrow(start, stop))
 
@@ -62,8 +80,8 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         right = self.right if right is None else self.right * right
         return replace(self, left=product(self.left, left), right=right)
 
-    def with_taps(self, taps: Tensor) -> TokenOperator:
-        return replace(self, conv=taps)
+    def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator:
+        return replace(self, conv=taps, columns=right)
 
 
 def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:

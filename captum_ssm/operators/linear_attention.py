@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from captum_ssm import kernels
@@ -51,6 +52,14 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
     def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         some = self.narrow(start, stop)
         return kernels.linear_attention_rmatvec(w.transpose(1, 2), some).transpose(1, 2)
+
+    def map_bounds(self) -> tuple[Tensor, Tensor] | None:
+        if self.erase is not None:
+            return None
+        query, key = self.query.norm(dim=-1), self.key.norm(dim=-1)  # (B, L, H)
+        if self.bonus is None:
+            return query, key
+        return torch.maximum(query, self.bonus.abs()), key.clamp(min=1)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return kernels.linear_attention_rows(index, self.narrow(start, stop))

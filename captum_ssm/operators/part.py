@@ -25,14 +25,15 @@ from captum_ssm.operators.weights import WeightsOperator
 
 # The axes of coefficients that differ between examples, channels or heads.
 _AXES: dict[type[TokenOperator], dict[str, str]] = {
-    ConvolvedOperator: {"inner": "", "taps": "D"},
-    DiagonalOperator: dict.fromkeys(("dt", "right", "B", "C", "left"), "BLD") | {"A": "D"},
+    ConvolvedOperator: {"inner": "", "taps": "D", "right": "BLD"},
+    DiagonalOperator: dict.fromkeys(("dt", "right", "B", "C", "left", "columns"), "BLD")
+    | {"A": "D", "conv": "D"},
     LinearAttentionOperator: dict.fromkeys(
         ("query", "key", "log_decay", "erase", "probe", "bonus"), "BLD"
     ),
     PermutedOperator: {"inner": ""},
     ScaledOperator: {"inner": "", "left": "BLD", "right": "BLD"},
-    SkipOperator: {"diagonal": "BLD"},
+    SkipOperator: {"diagonal": "BLD", "taps": "D", "right": "BLD"},
     SoftmaxOperator: dict.fromkeys(("query", "key", "bias", "sinks"), "BHLN"),
     SumOperator: {"parts": ""},
     ToeplitzOperator: {"kernel": "D", "examples": "B"},

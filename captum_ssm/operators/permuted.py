@@ -61,6 +61,9 @@ class _OverTokens(AroundOperator):
             tile = self.inner.rows(rows.expand(self.batch, -1), "mean")
         return picked(tile, self._read, axis=-1)
 
+    def row_bounds(self) -> Tensor:
+        return self._joined(self.inner.row_bounds(), self.position)
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         W, length = self.windows, self.inner.length
         at = self.position[index]  # (B, R)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.operators.base import FEW_ROWS
 from captum_ssm.operators.heads import HeadOperator
@@ -62,8 +62,8 @@ class SoftmaxOperator(HeadOperator):
         return replace(self, bias=torch.where(pairs, -torch.inf, bias))
 
     def matvec_heads(self, v: Tensor) -> Tensor:
-        H = self.maps
-        return torch.cat([self._tile(at, 0, H) @ v for at in self._tiles(H)], 2)
+        tiles = (self._tile(at, 0, self.maps) for at in self._tiles(self.maps))
+        return torch.cat([tile @ v[:, :, : tile.shape[-1]] for tile in tiles], 2)
 
     def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         B, L, _ = self.heads
@@ -75,13 +75,22 @@ class SoftmaxOperator(HeadOperator):
         for at in self._tiles(stop - start):
             x = w[:, :, at]
             if bool((x != 0).any()):
-                out += self._tile(at, start, stop).mT @ x
+                tile = self._tile(at, start, stop)
+                out[:, :, : tile.shape[-1]] += tile.mT @ x
         return out
+
+    def map_bounds(self) -> tuple[Tensor, Tensor]:
+        B, L, H = self.heads
+        ones = self.query.new_ones(B, L, H)
+        return ones, ones
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         at = index[:, None, :, None].expand(-1, stop - start, -1, self.query.shape[-1])
         query = self.query[:, start:stop].gather(2, at)
-        return self._probabilities(query, index, start, stop)
+        if index.shape[1] == 0:
+            return query.new_zeros(*query.shape[:3], self.length)
+        tile = self._probabilities(query, index, start, stop)
+        return nn.functional.pad(tile, (0, self.length - tile.shape[-1]))
 
     def _tiles(self, heads: int) -> Iterator[slice]:
         B, L, _ = self.heads
@@ -94,14 +103,16 @@ class SoftmaxOperator(HeadOperator):
         return self._probabilities(self.query[:, start:stop, at], index, start, stop)
 
     def _probabilities(self, query: Tensor, index: Tensor, start: int, stop: int) -> Tensor:
-        # Rows index (B, R) of the heads' maps: (B, h, R, L).
-        scores = query @ self.key[:, start:stop].mT * self.scale
+        # Rows index (B, R) of the heads' maps: (B, h, R, columns), those that any causal row reads.
+        first, last = (0, self.length) if self.bias is not None else _ends(index)
+        scores = (query * self.scale) @ self.key[:, start:stop, :last].mT
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is None:
-            columns = torch.arange(self.length, device=self.device)
-            allowed = columns <= index[:, None, :, None]
-            scores = scores.masked_fill(~allowed, -torch.inf)
+            later = torch.arange(first, last, device=self.device) > index[:, None, :, None]
+            scores[..., first:].masked_fill_(later, -torch.inf)
+            if self.sinks is None:
+                return torch.softmax(scores, -1)
         else:
             bias = self.bias.expand(self.batch, self.bias.shape[1], self.length, self.length)
             if bias.shape[1] > 1:
@@ -117,3 +128,9 @@ class SoftmaxOperator(HeadOperator):
             at = index[:, None, :, None].expand(-1, stop - start, -1, 1)
             sinks = self.sinks[:, start:stop].gather(2, at)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+
+
+def _ends(index: Tensor) -> tuple[int, int]:
+    # The range that some rows lie in.
+    low, high = index.aminmax()
+    return int(low), int(high) + 1

@@ -43,6 +43,10 @@ class WeightsOperator(HeadOperator):
     def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         return self.weights[:, start:stop].mT @ w
 
+    def map_bounds(self) -> tuple[Tensor, Tensor]:
+        most = self.weights.abs().amax(-1).transpose(1, 2)  # (B, L, H)
+        return most, most.new_ones(most.shape)
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         at = index[:, None, :, None].expand(-1, stop - start, -1, self.length)
         return self.weights[:, start:stop].gather(2, at)

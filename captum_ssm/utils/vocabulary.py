@@ -8,6 +8,16 @@ from typing import Any
 
 from captum_ssm.errors import TargetError
 
+MOST_NAMED = 10  # words, in a warning
+
+
+def unknown_token(tokenizer: Any) -> int | None:
+    """The token that a tokenizer puts in the place of what it does not know, if it has one."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    # Byte-level tokenizers know every text; their unknown token begins or ends one.
+    others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
+    return None if unknown in others else unknown
+
 
 def unknown_parts(tokenizer: Any, ids: Sequence[int]) -> str:
     """The tokens of ``ids`` in one line, if the unknown token is among them; else ``""``.
@@ -16,10 +26,8 @@ def unknown_parts(tokenizer: Any, ids: Sequence[int]) -> str:
         tokenizer (TokenizerLike): with an ``unk_token_id``, or without one.
         ids (sequence of int): what it made of a text.
     """
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    # Byte-level tokenizers know every text; their unknown token begins or ends one.
-    others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
-    if unknown is None or unknown in others or unknown not in ids:
+    unknown = unknown_token(tokenizer)
+    if unknown is None or unknown not in ids:
         return ""
     return " ".join(tokenizer.convert_ids_to_tokens(list(ids)))
 
@@ -57,4 +65,19 @@ def unknown_in_prompt(tokenizer: Any, ids: Sequence[int]) -> str:
     return (
         f"the tokenizer reads the prompt as {read}: a part of it is not in the vocabulary, and the "
         "model reads the unknown token in its place. Use other words there."
+    )
+
+
+def unknown_words(words: Sequence[str], read_as: str) -> str:
+    """The text of a warning of words that a tokenizer does not know.
+
+    Args:
+        words (sequence of str): each of them once.
+        read_as (str): what the model reads in the place of each.
+    """
+    shown = ", ".join(map(repr, words[:MOST_NAMED]))
+    more = len(words) - MOST_NAMED
+    return (
+        f"the tokenizer does not know {shown}{f' and {more} more' if more > 0 else ''}: the model "
+        f"reads {read_as} in the place of each. Use other words there."
     )

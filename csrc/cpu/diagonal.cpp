@@ -30,6 +30,7 @@ Maps<T> maps(const DiagonalArguments& a, int64_t b) {
           a.C.const_data_ptr<T>() + b * a.L * a.G * a.N,
           a.left ? a.left->const_data_ptr<T>() + b * a.L * a.D : nullptr,
           data<T>(a.conv),
+          a.columns ? a.columns->const_data_ptr<T>() + b * a.L * a.D : nullptr,
           a.L, a.D, a.N, a.G, a.K};
 }
 
@@ -321,8 +322,9 @@ void mean_rows(const DiagonalArguments& a, int64_t start, int64_t stop, T* out) 
 
 Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& B,
                      const Tensor& C, const std::optional<Tensor>& left,
-                     const std::optional<Tensor>& conv, int64_t start, int64_t stop) {
-  const DiagonalArguments a(dt, right, A, B, C, left, conv);
+                     const std::optional<Tensor>& conv, const std::optional<Tensor>& columns,
+                     int64_t start, int64_t stop) {
+  const DiagonalArguments a(dt, right, A, B, C, left, conv, columns);
   check_range(start, stop, a.L);
   Tensor out = torch::stable::new_zeros(a.dt, {a.batch, stop - start, a.L});
   dispatch(dt, [&](auto zero) {

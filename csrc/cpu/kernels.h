@@ -24,6 +24,7 @@ struct Maps {
   const T* C;      // (L, G, N)
   const T* left;   // (L, D), or null
   const T* conv;   // (D, K), or null
+  const T* columns;  // (L, D) with a convolution, or null; of tile_mean alone
   int64_t L, D, N, G, K;
 
   int64_t group(int64_t d) const { return d / (D / G); }
@@ -74,6 +75,19 @@ struct Tile {
   bool diagonal() const { return c0 == r0; }
 };
 
+// Rows of maps times products of weights (see weighted_rows.h).
+template <class T>
+struct WeightedRows {
+  const T* rows;     // (M, R, L), from the first of these rows on
+  const T* left;     // (R, D), likewise
+  const T* sources;  // K of (D, L), tap_step elements apart
+  int64_t tap_step;
+  int64_t M, D, R, L, K;
+  int64_t count;     // of these rows
+  int64_t last;      // the last column at which the first row is not zero; a later row has one more
+  T* out;            // (count, L)
+};
+
 template <class T>
 struct Kernels {
   int64_t lanes;
@@ -113,6 +127,11 @@ struct Kernels {
   // is `count` vectors.
   void (*map_distances)(const T* maps, const T* values, const T* outputs, int64_t number,
                         int64_t count, int64_t width, T* out, int64_t step, T* scratch);
+
+  // Of at most weighted_rows_together rows; the elements of scratch for D channels of M maps.
+  int64_t (*weighted_scratch)(int64_t D, int64_t M);
+  void (*weighted_rows)(const WeightedRows<T>&, T* scratch);
+  int64_t weighted_rows_together;
 
   HeadsKernels<T> heads;
 };

@@ -40,6 +40,7 @@ struct TileScratch {
   T* dt;      // (channels, stride) each
   T* right;
   T* left;
+  T* columns; // (channels, width()) factors of the columns, from pad() left of the tile's first on
   T* before;  // sums of dt from the start of the stretch of kBase through the position
   T* after;   // sums of dt beyond the position to the end of its stretch
   T* B;       // (N, stride) of the positions of sources, for one group
@@ -70,16 +71,17 @@ struct TileScratch {
     constexpr int64_t W = lanes<T>;
     size = round_up(tile, kBase);
     extra = round_up(m.reach(), kPanel<T>);
-    stride = round_up(size + round_up(m.reach(), W), kBase) + kBase + W;
+    stride = round_up(size + pad(m.reach()), kBase) + kBase + W;
     channels = larger(1, smaller(m.D, kInner / m.N));
     inner = channels * m.N;
     Parts<T> parts{base};
     sum = parts.take(size * (extra + size));
     P = parts.take(size * inner);
-    Q = parts.take((round_up(m.reach(), W) + round_up(size, kPanel<T>)) * inner);
+    Q = parts.take((pad(m.reach()) + round_up(size, kPanel<T>)) * inner);
     dt = parts.take(channels * stride);
     right = parts.take(channels * stride);
     left = parts.take(channels * stride);
+    columns = parts.take(m.columns ? channels * width(m.reach()) : 0);
     before = parts.take(channels * stride);
     after = parts.take(channels * stride);
     B = parts.take(m.N * stride);
@@ -101,9 +103,9 @@ struct TileScratch {
     alive = (int32_t*)parts.take(stretches() * stretches());
     total = parts.total;
   }
-  int64_t pitch(int64_t reach) const {
-    return kBase + 2 * round_up(reach, lanes<T>);
-  }
+  int64_t pad(int64_t reach) const { return round_up(reach, lanes<T>); }
+  int64_t width(int64_t reach) const { return pad(reach) + stride; }
+  int64_t pitch(int64_t reach) const { return kBase + 2 * pad(reach); }
   int64_t line(int64_t reach) const { return stride + 2 * round_up(reach, kPanel<T>); }
   int64_t stretches() const { return stride / kBase + 1; }
 };
@@ -149,6 +151,24 @@ static void read_positions(const Maps<T>& m, int64_t p0, int64_t p1, int64_t d0,
       if (sources) s.source_stretch[k * s.stretches() + b / kBase] = forth;
     }
   }
+}
+
+// Reads the factors of a tile's columns, and of those that its sources reach to the left of it.
+template <class T>
+static void read_columns(const Maps<T>& m, const Tile& t, int64_t d0, int64_t count,
+                         TileScratch<T>& s) {
+  const int64_t stride = s.width(m.reach()), begin = t.c0 - s.pad(m.reach());
+  const int64_t first = larger(begin, 0), missing = first - begin;
+  for (int64_t k = 0; k < count; ++k)
+    for (int64_t x = 0; x < missing; ++x) s.columns[k * stride + x] = 0;
+  transpose(m.columns + first * m.D + d0, m.D, t.c1 - first,
+            t.c0 + round_up(t.c1 - t.c0, kBase) - first, count, s.columns + missing, stride);
+}
+
+// The factors of channel k of the chunk, from the tile's first column on; null where there are none.
+template <class T>
+INLINE const T* columns_of(const Maps<T>& m, const TileScratch<T>& s, int64_t k) {
+  return m.columns ? s.columns + k * s.width(m.reach()) + s.pad(m.reach()) : nullptr;
 }
 
 // All states are in use, in their own order, between `rows` rows and `sources` sources.
@@ -343,6 +363,11 @@ struct Taps {
     for (int64_t q = 1; q <= reach; ++q) v += splat(last[-q]) * load(line + q);
     return v;
   }
+  // The same times the factors of these columns, where there are any.
+  INLINE Vec<T> gather(const T* line, const T* columns) const {
+    const Vec<T> v = gather(line);
+    return columns ? v * load(columns) : v;
+  }
 };
 
 // Columns of Q for channel k of the chunk: sources at positions [lo, hi) of the scratch, with the
@@ -377,6 +402,7 @@ static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int
   }
   const Taps<kReach, T> taps(m, d);
   const int64_t pad = narrow * W, line = s.line(reach);
+  const T* columns = m.columns ? columns_of(m, s, k) + lo : nullptr;
   for (int64_t n = 0; n < m.N; ++n) {
     if (slot[n] < 0) continue;
     const Vec<T> a = rate(m, d, n);
@@ -393,10 +419,12 @@ static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int
     if (slot[n] < 0) continue;
     const T* from = s.lines + n * line + pad;
     const int64_t first = first_alive(s, slot[n]);
+    auto gathered = [&](int64_t x)
+                        INLINE_LAMBDA { return taps.gather(from + x, columns ? columns + x : nullptr); };
     for (int64_t x = first ? 0 : -pad; x < 0; x += W)
-      store(s.Q + (x + pad) * s.used + slot[n] * W, taps.gather(from + x));
+      store(s.Q + (x + pad) * s.used + slot[n] * W, gathered(x));
     for (int64_t x = first; x < round_up(width, kPanel<T>); x += W)
-      store(columns_at(s, narrow, x + pad) + slot[n] * kPanel<T>, taps.gather(from + x));
+      store(columns_at(s, narrow, x + pad) + slot[n] * kPanel<T>, gathered(x));
   }
 }
 
@@ -515,15 +543,18 @@ NOINLINE void triangle_columns(const TileScratch<T>& s, const T* right, const T*
 
 // Folds the taps into a triangle's maps of one channel and adds them to the sum.
 template <int kReach, class T>
-static void fold_triangle(const Maps<T>& m, const TileScratch<T>& s, int64_t d, int64_t p) {
+static void fold_triangle(const Maps<T>& m, const TileScratch<T>& s, int64_t d, int64_t k,
+                          int64_t p) {
   constexpr int64_t W = lanes<T>;
   const Taps<kReach, T> taps(m, d);
-  const int64_t pitch = s.pitch(m.reach()), pad = round_up(m.reach(), W);
+  const int64_t pitch = s.pitch(m.reach()), pad = s.pad(m.reach());
+  const T* columns = columns_of(m, s, k);
   for (int64_t x = -pad; x < kBase; x += W) {
     T* out = sum_at(s, p, s.extra + p + x);
+    const T* factors = columns ? columns + p + x : nullptr;
     for (int64_t i = larger(x, 0); i < kBase; ++i)
       store(out + i * kPanel<T>,
-            load(out + i * kPanel<T>) + taps.gather(s.square + i * pitch + pad + x));
+            load(out + i * kPanel<T>) + taps.gather(s.square + i * pitch + pad + x, factors));
   }
 }
 
@@ -551,13 +582,13 @@ static void triangle(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, 
     return;
   }
   // Sources beyond the triangle's end and before its start are zero in the square.
-  const int64_t pitch = s.pitch(m.reach()), pad = round_up(m.reach(), W);
+  const int64_t pitch = s.pitch(m.reach()), pad = s.pad(m.reach());
   for (int64_t x = 0; x < kBase; x += W)
     triangle_columns<true>(s, right, s.B + p, x, m.N, s.square + pad + x, pitch);
   if (m.K == 4)
-    fold_triangle<3>(m, s, d, p);
+    fold_triangle<3>(m, s, d, k, p);
   else
-    fold_triangle<-1>(m, s, d, p);
+    fold_triangle<-1>(m, s, d, k, p);
 }
 
 // Positions [lo, hi) of a diagonal tile, both multiples of kBase, halved.
@@ -571,7 +602,7 @@ static void halve(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count
   int64_t half = kBase;
   while (half * 2 < hi - lo) half *= 2;
   const int64_t middle = lo + half;
-  const int64_t narrow = round_up(m.reach(), lanes<T>) / lanes<T>;
+  const int64_t narrow = s.pad(m.reach()) / lanes<T>;
   if (half >= kWorthwhile)
     find_alive(m, s, d0, count, middle, hi, lo, middle);
   else
@@ -624,6 +655,7 @@ template <class T>
 static void add_channels(const Maps<T>& m, TileScratch<T>& s, const Tile& t, const double* between,
                          int64_t d0, int64_t count) {
   const int64_t rows = t.r1 - t.r0;
+  if (m.columns) read_columns(m, t, d0, count, s);
   if (t.diagonal()) {
     read_positions<true, true>(m, t.r0, t.r1, d0, count, s);
     for (int64_t k = 0; k < count; ++k) s.gap[k] = 0;

@@ -148,7 +148,7 @@ template <class T>
 struct Case {
   int64_t batch, L, D, N, G, K;
   bool left;
-  std::vector<T> dt, right, A, B, C, gate, conv, input;
+  std::vector<T> dt, right, A, B, C, gate, conv, columns, input;
 
   Case(int64_t batch_, int64_t L_, int64_t D_, int64_t N_, int64_t G_, int64_t K_, bool left_)
       : batch(batch_), L(L_), D(D_), N(N_), G(G_), K(K_), left(left_) {
@@ -167,6 +167,7 @@ struct Case {
     fill(C, batch * L * G * N, [&] { return normal(g); });
     fill(gate, batch * L * D, [&] { return left ? normal(g) : 1; });
     fill(conv, D * std::max<int64_t>(K, 1), [&] { return K ? normal(g) : 1; });
+    fill(columns, batch * L * D, [&] { return normal(g); });
     fill(input, batch * L * D, [&] { return normal(g); });
   }
 
@@ -177,7 +178,7 @@ struct Case {
 
   Maps<T> maps() const {
     return {dt.data(), right.data(), A.data(), B.data(), C.data(), left ? gate.data() : nullptr,
-            K ? conv.data() : nullptr, batch, L, D, N, G, std::max<int64_t>(K, 1)};
+            K ? conv.data() : nullptr, nullptr, batch, L, D, N, G, std::max<int64_t>(K, 1)};
   }
 
   // (L, L) of one channel, with the convolution or without.
@@ -256,20 +257,26 @@ void check(const Case<T>& c) {
         compare(backward ? "rmatvec" : "scan", c.sizes(), out, expected);
     }
 
-  for (const auto& [start, stop] : {std::pair<int64_t, int64_t>{0, L}, {L / 3, (2 * L + 2) / 3}}) {
+  for (int part = 0; part < 4; ++part) {
+    const bool some = part % 2, columns = part / 2;
+    const int64_t start = some ? L / 3 : 0, stop = some ? (2 * L + 2) / 3 : L;
+    Maps<T> maps = c.maps();
+    if (columns) maps.columns = c.columns.data();
     const int64_t sums = batch * ((stop + kTile - 1) / kTile + 1) * D;
     std::vector<T> before(batch * L * D), after(batch * L * D), out(batch * (stop - start) * L);
     std::vector<double> sum(sums), expected(out.size(), 0);
     std::vector<int> resets(sums);
-    mean(Mean<T>{c.maps(), {before.data(), after.data(), sum.data(), resets.data()}, out.data(),
+    mean(Mean<T>{maps, {before.data(), after.data(), sum.data(), resets.data()}, out.data(),
                  start, stop},
          nullptr);
     for (int64_t b = 0; b < batch; ++b)
       for (int64_t d = 0; d < D; ++d)
         for (int64_t i = start; i < stop; ++i)
           for (int64_t j = 0; j < L; ++j)
-            expected[(b * (stop - start) + i - start) * L + j] += full[b * D + d][i * L + j] / D;
-    compare("mean", c.sizes(), out, expected);
+            expected[(b * (stop - start) + i - start) * L + j] +=
+                full[b * D + d][i * L + j] / D *
+                (columns ? double(c.columns[(b * L + j) * D + d]) : 1.0);
+    compare(columns ? "columns" : "mean", c.sizes(), out, expected);
   }
 
   // The last row, the first, one twice, the others in random order.

@@ -29,7 +29,7 @@ gpu::Maps<T> maps(const DiagonalArguments& a) {
   STD_TORCH_CHECK(a.K <= gpu::kMaxTaps, "captum_ssm: the CUDA kernels support at most 64 taps");
   return {a.dt.const_data_ptr<T>(), a.right.const_data_ptr<T>(), a.A.const_data_ptr<T>(),
           a.B.const_data_ptr<T>(), a.C.const_data_ptr<T>(), data<T>(a.left), data<T>(a.conv),
-          a.batch, a.L, a.D, a.N, a.G, a.K};
+          data<T>(a.columns), a.batch, a.L, a.D, a.N, a.G, a.K};
 }
 
 cudaStream_t stream_of(const Tensor& x) {
@@ -112,8 +112,9 @@ Tensor diagonal_rmatvec(const Tensor& w, const Tensor& dt, const Tensor& right, 
 
 Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& B,
                      const Tensor& C, const std::optional<Tensor>& left,
-                     const std::optional<Tensor>& conv, int64_t start, int64_t stop) {
-  const DiagonalArguments a(dt, right, A, B, C, left, conv);
+                     const std::optional<Tensor>& conv, const std::optional<Tensor>& columns,
+                     int64_t start, int64_t stop) {
+  const DiagonalArguments a(dt, right, A, B, C, left, conv, columns);
   const int64_t batch = a.batch, L = a.L, D = a.D;
   check_range(start, stop, L);
   torch::stable::accelerator::DeviceGuard guard(dt.get_device_index());

@@ -139,6 +139,7 @@ __global__ void mean_left_of_diagonal(Mean<T> p) {
         const T* taps = m.conv + (k0 + row) / m.N * m.K + reach;
         v *= taps[0];
         for (int q = 1; q <= reach; ++q) v += taps[-q] * raw[row][c + q];
+        if (m.columns) v *= m.columns[(b * m.L + c0 + c) * m.D + (k0 + row) / m.N];
       }
       Q[row][c] = v;
     }
@@ -190,11 +191,13 @@ __global__ void mean_on_diagonal(Mean<T> p) {
         leave[i][x % kStates] = there ? m.C[of] * (m.left ? m.left[at] : T(1)) : T(0);
       }
       __syncthreads();
-      if (column >= -reach) {
+      if (column >= -reach && r0 + column >= 0) {
+        const T factor = m.columns ? m.columns[(b * m.L + r0 + column) * m.D + d] : T(1);
         T h[kStates] = {};
         for (int i = column > 0 ? column : 0; i < rows; ++i) {
           const int back = i - column;
-          const T tap = back > reach ? T(0) : m.conv ? m.conv[d * m.K + reach - back] : T(1);
+          const T tap =
+              factor * (back > reach ? T(0) : m.conv ? m.conv[d * m.K + reach - back] : T(1));
           T y = 0;
 #pragma unroll
           for (int n = 0; n < kStates; ++n) {

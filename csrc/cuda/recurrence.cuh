@@ -23,7 +23,8 @@ constexpr double kHugeStep = 1e30;
 
 template <class T>
 struct Maps {
-  const T *dt, *right, *A, *B, *C, *left, *conv;  // of the whole batch, as in captum_ssm/kernels/
+  // Of the whole batch, as in captum_ssm/kernels/; columns is of the mean alone.
+  const T *dt, *right, *A, *B, *C, *left, *conv, *columns;
   int64_t batch, L, D, N, G, K;
 
   __host__ __device__ int64_t reach() const { return conv ? K - 1 : 0; }

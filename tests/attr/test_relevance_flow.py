@@ -117,6 +117,9 @@ def test_rows_tiles_heads_and_the_largest_are_those_of_the_matrix(family, formul
         torch.testing.assert_close(layer.heads(groups=2).sum(1), matrix, **close)
         torch.testing.assert_close(layer.into, matrix.sum(2), **close)
         torch.testing.assert_close(layer.out_of, matrix.sum(1), **close)
+    last = edges.of_layers(-1)
+    assert list(last) == list(edges)[-1:]
+    assert {edge.layer for edge in edges.top(3, layers=[0])} == {next(iter(edges))}
     whole = edges.matrix()
     for between in (False, True):
         for by in ("size", "signed"):
@@ -208,7 +211,7 @@ def test_what_arrives_at_a_node_is_what_leaves_it(family):
                 arrived / scale, graph.nodes[s + 1] / scale, rtol=0, atol=2e-6
             )
     assert 0.9 <= graph.held <= 1.001 or family in SHIFTED
-    read_back = json.loads(json.dumps(graph.to_dict()))
+    read_back = json.loads(graph.to_json())
     assert read_back["format"] == "captum_ssm.flow/1"
     assert len(read_back["layers"]) == len(graph.layers)
 

@@ -305,7 +305,7 @@ def test_color_where_the_terminal_has_it(capsys, monkeypatch):
     assert "\x1b[38;2;255;255;255;48;2;185;84;11m" in said.out  # white on the strongest orange
     assert "xyzzy" in said.out  # as it was typed
     assert "\x1b[2J" not in said.out  # and nothing that a terminal would obey
-    assert said.err.startswith("captum-ssm: warning: the tokenizer reads the prompt as the dog")
+    assert said.err.startswith("captum-ssm: warning: the tokenizer does not know 'xyzzy'")
     monkeypatch.setenv("NO_COLOR", "1")
     assert explain(*given, model=STORIES) == 0
     said = capsys.readouterr().out
@@ -335,7 +335,9 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     # The model reads the unknown token all the same.
     assert explain("--text", "blue ball", "--methods", "rollout", model=str(tmp_path)) == 0
     said = capsys.readouterr()
-    assert "captum-ssm: warning: the tokenizer reads the prompt as <unk> ball" in said.err
+    assert (
+        "captum-ssm: warning: the tokenizer does not know 'blue': the model reads <unk>" in said.err
+    )
     assert "probability" in said.out
 
 
@@ -344,8 +346,16 @@ def test_a_classifier_by_its_labels(capsys):
     assert explain(*given, model="reviews-jamba") == 0
     said = capsys.readouterr().out
     assert said.startswith("\n'mixed', probability 0.99") or "'mixed', probability 1.0" in said
-    assert "the 10 largest of 20 tokens" in said
-    assert "not shown" not in said  # the class is not read at one token
+    assert "the 10 largest of 19 tokens" in said
+    assert "not shown: '.', at which the answer is read" in said
+    # A word from which the class is read says something.
+    assert explain("--text", "the plot was moving", model="reviews-jamba") == 0
+    said = capsys.readouterr().out
+    assert "not shown" not in said
+    assert "moving" in said
+    # Neither is a sentence told apart for its full stop.
+    assert explain(*given, "--units", "sentence", model="reviews-jamba") == 0
+    assert "not shown" not in capsys.readouterr().out
     for target in ("negative", "0"):
         assert (
             explain(*given, "--target", target, "--against", "positive", model="reviews-jamba") == 0

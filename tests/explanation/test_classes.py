@@ -11,6 +11,8 @@ from models import VOCABULARY, Classifier, tiny, word_tokenizer
 from PIL import Image
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     BertTokenizerFast,
     Qwen3NextConfig,
     Qwen3NextForQuestionAnswering,
@@ -83,6 +85,49 @@ def test_rows_are_what_the_method_returns(name, classifier, tokenizer):
         np.testing.assert_allclose(
             found.examples[0].relevance[name][answer.row], expected, rtol=1e-4, atol=1e-6
         )
+
+
+@pytest.mark.parametrize(("pool", "read_at"), [("last", 3), ("mean", None), ("middle", 2)])
+def test_the_token_that_a_class_is_read_from(pool, read_at, tokenizer):
+    found = explain(Classifier(pool), tokenizer, TEXT, labels=[*"abcde"], methods="rollout")
+    assert found.examples[0].outputs[0].read_at == read_at
+
+
+def test_a_class_is_read_from_the_last_or_the_first_token(classifier, tokenizer, tmp_path):
+    texts = [TEXT, "w3 w4", "w9"]
+    found = explain(classifier, tokenizer, texts, methods="rollout")
+    assert [example.outputs[0].read_at for example in found.examples] == [3, 1, 0]
+    found.save(tmp_path / "found.json")
+    again = Explanation.load(tmp_path / "found.json")
+    assert [example.outputs[0].reading_token for example in again.examples] == [3, 1, 0]
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    torch.manual_seed(0)
+    bert = BertForSequenceClassification(config).eval()
+    found = explain(bert, tokenizer, texts[:2], methods="saliency")
+    assert [example.outputs[0].read_at for example in found.examples] == [0, 0]
+
+
+def test_the_run_that_tells_the_kind_is_the_first_answer(classifier, tagger, reader, tokenizer):
+    # One run of the model tells its kind and answers; the method runs it once more. A head that
+    # pools is also asked whether it takes two texts.
+    for model, inputs, runs in (
+        (tiny(), TEXT, 2),
+        (tiny(), [TEXT, "w3 w4"], 4),
+        (tagger, TEXT, 2),
+        (classifier, TEXT, 3),
+        (reader, PAIR, 3),
+    ):
+        count = []
+        asked = {"position": 1} if model is tagger else {}
+        with model.register_forward_hook(lambda *_, count=count: count.append(1)):
+            explain(model, tokenizer, inputs, alternatives=0, **asked)
+        assert len(count) == runs, type(model).__name__
 
 
 def test_relevance_adds_up_to_the_logit(classifier, tokenizer):

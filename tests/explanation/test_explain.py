@@ -10,7 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from vision_models import vim
 
-from captum_ssm import InputError, MemoryLimitError, TargetError, explain, hidden_attention
+from captum_ssm import (
+    Explanation,
+    InputError,
+    MemoryLimitError,
+    TargetError,
+    explain,
+    hidden_attention,
+)
 from captum_ssm.attr import LaTIM, methods
 
 TEXT, TARGET = "w3 w4 w5 w6 w7", "w8 w9"
@@ -236,7 +243,7 @@ def test_tokens_join_to_the_text(text, make, slow):
 def test_unknown_words_stay_as_they_were_typed(model):
     words = {"<unk>": 0, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     tokenizer = word_tokenizer(words, unk_token="<unk>")
-    with pytest.warns(UserWarning, match="reads the prompt as w3 <unk> w5: a part of it is not"):
+    with pytest.warns(UserWarning, match="does not know 'zebra': the model reads <unk> in the"):
         found = explain(model, tokenizer, "w3 zebra w5", position="all", alternatives=0)
     (example,) = found.examples
     assert example.text.startswith("w3 zebra w5")
@@ -244,6 +251,27 @@ def test_unknown_words_stay_as_they_were_typed(model):
     assert first.answers[first.chosen].text == "zebra"
     # One of Captum's few functions of a tokenizer tells no offsets.
     assert explain(model, WORDS, "w3 w4", target="w5").examples[0].text == "w3 w4 w5"
+
+
+def test_words_that_the_model_does_not_see_are_told(model, tmp_path):
+    words = {"<unk>": 0, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    tokenizer = word_tokenizer(words, unk_token="<unk>")
+    texts = ["w3 zebra w5 <unk> horse", "zebra w4"]
+    with pytest.warns(UserWarning, match="does not know") as told:
+        found = explain(model, tokenizer, texts, alternatives=0)
+    # One warning for all texts, at the line of the call.
+    (warning,) = told
+    assert "'zebra', 'horse': the model reads <unk> in the place of each" in str(warning.message)
+    assert warning.filename == __file__
+    found.save(tmp_path / "found.json")
+    for one in (found, Explanation.load(tmp_path / "found.json")):
+        first, second = ([token.read_as for token in e.tokens[: e.prompt]] for e in one.examples)
+        # What is typed as the unknown token is read as it was typed.
+        assert first == [None, "<unk>", None, None, "<unk>"]
+        assert second == ["<unk>", None]
+    # Of many words some are named.
+    with pytest.warns(UserWarning, match="'z9' and 2 more: the model reads <unk>"):
+        explain(model, tokenizer, " ".join(f"z{i}" for i in range(12)), methods="rollout")
 
 
 def test_units(model):

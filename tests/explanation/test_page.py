@@ -11,6 +11,7 @@ import pytest
 from folders import TESTS
 
 from captum_ssm.explanation.page import page_html, widget
+from captum_ssm.explanation.page.data import page_data
 
 GOLDEN = TESTS / "golden"
 STRONGEST_FOR, STRONGEST_AGAINST = "rgb(185, 84, 11)", "rgb(31, 102, 168)"
@@ -42,6 +43,9 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
         "classes": lambda: pages.explanation(pages.classes()),
+        "read from a sign": lambda: pages.explanation(pages.read_from(".")),
+        "read from both": lambda: pages.explanation(pages.read_from("."), pages.read_from("kite")),
+        "read from a word": lambda: pages.explanation(pages.read_from("kite")),
         "tags": lambda: pages.explanation(pages.tags()),
         "places": lambda: pages.explanation(pages.places()),
         "many": pages.many,
@@ -53,7 +57,10 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
         ),
         "checked": lambda: pages.explanation(pages.checked()),
+        "written": lambda: replace(pages.explanation(), settings={"max_new_tokens": 7}),
+        "many curves": pages.many_curves,
         "everywhere": lambda: pages.explanation(pages.everywhere()),
+        "unknown": lambda: pages.explanation(pages.unknown()),
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
         ),
@@ -124,6 +131,100 @@ def sources(values: np.ndarray, own: int) -> list[int]:
 
 
 FIRST = pages.story().outputs[0].position
+
+
+def test_the_token_that_a_class_is_read_from_is_marked_and_can_be_hidden(opened):
+    texts = [token.text.strip() for token in pages.classes().tokens]
+    own = "Reading token (reads itself)"
+    assert not opened("classes").get_by_label(own).is_visible()
+    for name, sign, hidden in (("sign", ".", True), ("word", "kite", False)):
+        tab = opened(f"read from a {name}")
+        at = texts.index(sign)
+        hide = tab.get_by_label(own)
+        assert hide.is_checked() == hidden
+        assert not tab.get_by_label("Prompt’s last token").is_visible()
+        for _ in range(2):
+            listed = {place(row): row for row in tab.locator(".sources button").all()}
+            is_hidden = hide.is_checked()
+            kind = "hidden" if is_hidden else "reads"
+            assert kind in kinds(tab, at)
+            assert ("hidden" in listed[at].inner_text()) == is_hidden
+            part(tab, at).hover()
+            assert "the answer is read here" in tab.locator(".tip").inner_text()
+            tab.mouse.move(0, 0)
+            hide.click()
+        # Of a whole sentence, only one sign of which is read, nothing is hidden.
+        option(tab, "Units", "Sentence").click()
+        assert tab.locator(".text .part.hidden").count() == 0
+        option(tab, "Units", "Token").click()
+    # Each example begins as it would by itself, until somebody chooses.
+    tab = opened("read from both")
+    for key, is_hidden in (("e", False), ("e", True), ("o", False), ("e", False), ("e", False)):
+        tab.keyboard.press(key)
+        assert tab.get_by_label(own).is_checked() == is_hidden
+
+
+def test_a_written_answer_opens_where_it_rests_on_the_prompt(opened):
+    (example,) = page_data(replace(pages.explanation(), settings={"max_new_tokens": 7}))["examples"]
+    at = example["opening"]
+    assert at not in (None, 0)
+    tab = opened("written")
+    answer = pages.story().outputs[at]
+    assert question(tab) == f"Why “{answer.answers[answer.chosen].text.strip()}”?"
+    assert address(tab) == ""
+    assert question(opened("written", "t=0")) == "Why “red”?"
+
+
+def test_boxes_and_colors_cover_no_neighbor(opened):
+    texts = [token.text for token in pages.story().tokens]
+    tab = opened("story", "t=0")
+    (answer,) = (k for k in range(len(texts)) if "first" in kinds(tab, k))
+    assert texts[answer + 1] == "."
+    edges = "node => [node.getBoundingClientRect().left, node.getBoundingClientRect().right]"
+    left, right = part(tab, answer).evaluate(edges)
+    line = float(
+        part(tab, answer).evaluate("node => parseFloat(getComputedStyle(node).outlineWidth)")
+    )
+    assert part(tab, answer + 1).evaluate(edges)[0] >= right + line
+    assert part(tab, answer - 1).evaluate(edges)[1] <= left - line
+    # What is joined to the word before it has no margin that lies over it.
+    for k in range(1, answer):
+        if not texts[k].startswith(" "):
+            style = "node => getComputedStyle(node).marginInlineStart"
+            assert part(tab, k).evaluate(style) == "0px"
+
+
+def kinds(tab: Any, index: int) -> list[str]:
+    return part(tab, index).get_attribute("class").split()
+
+
+def decoration(node: Any) -> str:
+    return node.evaluate("node => getComputedStyle(node).textDecorationStyle")
+
+
+def test_words_that_the_model_did_not_see_are_marked(opened):
+    tab = opened("unknown", "k=50")
+    kites = [k for k, token in enumerate(pages.story().tokens) if token.text == " kite"]
+    assert len(kites) == 2  # one in the prompt, and one that is an answer
+    for index in kites:
+        assert decoration(part(tab, index)) == "wavy"
+    assert decoration(part(tab, kites[0] - 1)) != "wavy"
+    # An explained output is marked as one all the same.
+    border = "node => getComputedStyle(node).borderBottomStyle"
+    assert [part(tab, index).evaluate(border) for index in kites] == ["none", "dotted"]
+    part(tab, kites[0]).hover()
+    tip = tab.locator(".tip").inner_text()
+    assert "the tokenizer does not know this word, so the model read <unk> in its place" in tip
+    listed = {place(row): row for row in tab.locator(".sources button").all()}
+    assert decoration(listed[kites[0]].locator(".what .token")) == "wavy"
+    others = [k for k in listed if k not in kites]
+    assert decoration(listed[others[0]].locator(".what .token")) != "wavy"
+    option(tab, "Units", "Word").click()
+    assert tab.locator(".text .part.unknown").count() == 2
+    tab.keyboard.press("?")
+    marks = tab.locator("dialog .sample.unknown")
+    assert decoration(marks) == "wavy"
+    tab.keyboard.press("Escape")
 
 
 def test_the_strongest_sources_have_the_strongest_color(opened):
@@ -327,7 +428,7 @@ def test_own_share_and_the_prompts_end_are_hidden_on_request(opened):
     tab = opened("story", "t=2")
     own = pages.story().outputs[2].position
     assert "hidden" in part(tab, own).get_attribute("class")
-    tab.get_by_label("Last token (reads itself)").uncheck()
+    tab.get_by_label("Reading token (reads itself)").uncheck()
     assert address(tab) == "#t=2&own=1"
     assert background(part(tab, own)) == STRONGEST_FOR
     tab.keyboard.press("o")
@@ -399,21 +500,57 @@ def test_the_check_by_removal_says_which_method_wins(opened):
     assert "MambaLRP finds best what the model reads here" in check.inner_text()
     assert "says little" not in check.inner_text()
     rows = check.locator("tbody tr")
-    assert [text.split("\t")[0].strip() for text in rows.all_inner_texts()] == [
-        "MambaLRP",
-        "RawAttention",
-        "random orders",
+    assert [text.split("\t")[0].split() for text in rows.all_inner_texts()] == [
+        ["1", "MambaLRP"],
+        ["2", "RawAttention"],
+        ["random", "orders"],
     ]
     assert "16 of 16" in rows.nth(0).inner_text()
     assert "8 of 16" in rows.nth(1).inner_text()
     # Each curve begins at the largest score; the chosen method's is drawn last, over the others.
-    lines = [path.get_attribute("d") for path in check.locator(".plot path:not(.axis)").all()]
+    drawn = check.locator(".plot path:not(.axis, .near)")
+    lines = [path.get_attribute("d") for path in drawn.all()]
     assert len(lines) == 3
     assert lines[-1].startswith("M 0 ")
-    assert check.locator(".plot path").last.get_attribute("class") == "chosen"
+    assert drawn.last.get_attribute("class") == "chosen"
     rows.nth(0).get_by_role("button").click()
-    assert rows.nth(0).get_attribute("class") == "chosen"
+    assert "chosen" in rows.nth(0).get_attribute("class").split()
     assert not opened("story").locator(".check").is_visible()
+
+
+def test_each_curve_of_the_check_is_numbered_and_named(opened):
+    tab = opened("many curves")
+    check = tab.locator(".check")
+    methods = [method.name for method in pages.many_curves().methods]
+    boxes = [number.bounding_box() for number in check.locator(".curves b").all()]
+    assert len(boxes) == len(methods) == 9
+    # No number covers another one.
+    centers = np.array([[box["x"] + 8, box["y"] + 8] for box in boxes])
+    distances = np.linalg.norm(centers[:, None] - centers[None], axis=-1)
+    assert distances[~np.eye(9, dtype=bool)].min() > 16
+    # Each lies on the curve of the table's row of this number.
+    plot = check.locator(".curves").bounding_box()
+    curves = pages.many_curves().examples[0].validation.curves
+    for k, row in enumerate(check.locator("tbody tr").all()[:9]):
+        assert row.locator("b").inner_text() == str(k + 1)
+        curve = np.array(curves[row.get_attribute("data-method")])
+        x, y = (centers[k] - [plot["x"], plot["y"]]) / [plot["width"], plot["height"]]
+        high = max(curve.max() for curve in curves.values())
+        assert np.interp(x, np.linspace(0, 1, 11), 1 - curve / high) == pytest.approx(y, abs=0.02)
+    # What is pointed at, in the table or the drawing, stands out in both; the keyboard does it too.
+    third = check.locator("tbody tr").nth(2)
+    name = third.get_attribute("data-method")
+    third.hover()
+    pointed = check.locator(f"[data-method='{name}'].pointed")
+    assert pointed.count() == check.locator(".pointed").count() == 3  # line, number and row
+    tab.mouse.move(0, 0)
+    assert check.locator(".pointed").count() == 0
+    third.get_by_role("button").focus()
+    assert pointed.count() == 3
+    check.locator(".near").first.dispatch_event("pointerenter")
+    assert check.locator(".pointed").count() == 3
+    check.locator(".near").first.dispatch_event("click")
+    assert address(tab).startswith("#m=")
 
 
 def test_several_examples_are_a_list(opened):
@@ -519,7 +656,7 @@ def test_every_control_and_mark_is_explained_where_it_stands(opened):
     assert {"outputs", "answers", "contrast", "method", "view", "units", "own", "last"} <= {*words}
     assert {"color", "least", "scale", "beyond", "list", "maps", "lens", "bare"} <= {*words}
     tip = tab.locator(".tip")
-    tab.get_by_text("Last token (reads itself)").first.hover()
+    tab.get_by_text("Reading token (reads itself)").first.hover()
     tip.wait_for()
     assert "reads itself" in tip.inner_text()
     tab.locator(".legend canvas").hover()

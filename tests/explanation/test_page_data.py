@@ -16,9 +16,11 @@ import pages
 import pytest
 
 import captum_ssm.explanation.page as page_package
+from captum_ssm.explanation import Span
 from captum_ssm.explanation.page import notebook_bundle, page_html, widget
 from captum_ssm.explanation.page.data import MOST_CELLS, packed, page_data, pooled
 from captum_ssm.explanation.page.html import MODULES, script, stylesheet
+from captum_ssm.explanation.page.opening import opening_of
 from captum_ssm.utils.colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 
 
@@ -141,3 +143,29 @@ def test_the_page_package_needs_no_torch():
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_page_of_an_answer_opens_on_the_token_that_rests_on_the_prompt():
+    """Neither on the first token, nor on one that reads the tokens right before it, nor a sign."""
+    one = pages.story(continuation=" the color is red.")
+    assert [output.answers[output.chosen].text.strip() for output in one.outputs] == [
+        *["the", "color", "is", "red", "."]
+    ]
+    rows = np.zeros((len(one.relevance["mamba-lrp"]), len(one.tokens)), dtype=np.float32)
+    far, near = 3, one.prompt - 2
+    sizes = {0: (near, 5.0), 1: (far, 1.0), 2: (near, 9.0), 3: (far, 2.0), 4: (far, 4.0)}
+    for k, (source, size) in sizes.items():
+        output = one.outputs[k]
+        row = output.answers[output.chosen].row
+        rows[row, [source, output.position]] = size, 1.0
+    one = replace(one, relevance={"mamba-lrp": rows, "raw-attention": rows})
+    assert opening_of(one, "mamba-lrp") == 3
+    # What the template says between the turns answers nothing.
+    turns = (Span("user 1", 0, far), Span("template", far, far + 1), Span("user 1", far + 1, near))
+    assert opening_of(replace(one, units={"turn": turns}), "mamba-lrp") == 0
+    assert opening_of(replace(one, outputs=one.outputs[:1]), "mamba-lrp") is None
+    # Only of what the model wrote: where others chose the answer, they begin where it begins.
+    found = pages.explanation(one)
+    assert page_data(found)["examples"][0]["opening"] is None
+    written = replace(found, settings={"max_new_tokens": 5})
+    assert page_data(written)["examples"][0]["opening"] == 3

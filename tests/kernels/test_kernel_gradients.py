@@ -73,7 +73,7 @@ def case(shape: tuple, kind: tuple | None, dtype: torch.dtype) -> tuple[Any, Ten
     s = sample(shape, kind, dtype)
     c = s.coefficients
     if kind is None:
-        c = replace(c, conv=None)
+        c = replace(c, conv=None, columns=None)
     return c, s.v, torch.randn(s.v.shape, dtype=torch.float64).to(dtype)
 
 
@@ -86,7 +86,7 @@ def gradients_of(shape: tuple, kind: tuple | None, dtype: torch.dtype) -> list[T
 
 def tensors_of(c: Coefficients, v: Tensor) -> list[Tensor | None]:
     """The arguments that have gradients, in the order of the schema."""
-    return [v, *(x for name, x in vars(c).items() if name != "conv")]
+    return [v, *(x for name, x in vars(c).items() if name not in ("conv", "columns"))]
 
 
 def backward(

@@ -114,7 +114,14 @@ def flat(operation: str, args: Iterable[Any]) -> tuple[Any, list[Any]]:
 
 
 def diagonal(
-    batch: int, length: int, channels: int, states: int, groups: int, taps: int, left: bool
+    batch: int,
+    length: int,
+    channels: int,
+    states: int,
+    groups: int,
+    taps: int,
+    left: bool,
+    columns: bool = False,
 ) -> DiagonalCoefficients:
     torch.manual_seed(0)
     shape = (batch, length, channels)
@@ -126,6 +133,7 @@ def diagonal(
         C=randn(batch, length, groups, states),
         left=randn(shape) if left else None,
         conv=randn(channels, taps) if taps else None,
+        columns=randn(shape) if columns else None,
     )
 
 
@@ -207,11 +215,12 @@ def matrix_by_differences(c: DiagonalCoefficients, rows: Tensor | None = None) -
     out = out * c.right.transpose(1, 2)[..., None, :] * (rows[:, None] >= torch.arange(length))
     if c.left is not None:
         out = out * c.left[:, rows].transpose(1, 2)[..., None]
-    if c.conv is None:
-        return out
-    K = c.conv.shape[1]
-    late = torch.nn.functional.pad(out, (0, K - 1))
-    return sum(late[..., m : m + length] * c.conv[:, K - 1 - m, None, None] for m in range(K))
+    if c.conv is not None:
+        K = c.conv.shape[1]
+        late = torch.nn.functional.pad(out, (0, K - 1))
+        lags = (late[..., m : m + length] * c.conv[:, K - 1 - m, None, None] for m in range(K))
+        out = sum(lags, torch.zeros(()))
+    return out if c.columns is None else out * c.columns.transpose(1, 2)[..., None, :]
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
@@ -223,7 +232,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float | None = None
     assert error <= tolerance * expected.abs().max().clamp(min=1e-300), error / expected.abs().max()
 
 
-# Batch, length, channels, states, groups, taps, left.
+# Batch, length, channels, states, groups, taps, left, columns.
 DIAGONAL = [
     (1, 1, 1, 1, 1, 0, False),
     (2, 2, 4, 3, 2, 4, True),
@@ -239,6 +248,13 @@ DIAGONAL = [
     (1, 700, 3, 4, 1, 4, True),
     (1, 1200, 3, 2, 1, 0, False),
     (2, 577, 4, 3, 2, 20, True),
+    # With factors of the columns.
+    (1, 1, 1, 1, 1, 0, False, True),
+    (2, 31, 5, 7, 1, 1, False, True),
+    (2, 63, 6, 5, 2, 4, True, True),
+    (1, 33, 3, 2, 3, 40, True, True),
+    (1, 700, 3, 4, 1, 4, True, True),
+    (2, 577, 4, 3, 2, 20, False, True),
 ]
 # Batch, length, heads, states, columns.
 HEADS = [
@@ -254,13 +270,13 @@ HEADS = [
 KINDS = list(itertools.product((False, True), repeat=3))
 SAMPLES = [(shape, None) for shape in DIAGONAL] + list(itertools.product(HEADS, KINDS))
 SMALL = {
-    "diagonal": ((2, 4, 4, 2, 2, 3, True), None),
+    "diagonal": ((2, 4, 4, 2, 2, 3, True, True), None),
     "diagonal, plain": ((1, 5, 3, 1, 1, 0, False), None),
     "bonus": ((2, 4, 2, 3, 2), (False, False, True)),
     "delta": ((2, 4, 2, 3, 2), (True, True, False)),
 }
 MIDDLE = {
-    "diagonal": ((2, 40, 6, 3, 2, 4, True), None),
+    "diagonal": ((2, 40, 6, 3, 2, 4, True, True), None),
     "diagonal, plain": ((2, 40, 6, 3, 2, 0, False), None),
     "linear attention": ((2, 20, 3, 5, 9), (False, False, False)),
     "delta, bonus": ((2, 20, 3, 5, 9), (True, True, True)),
@@ -565,7 +581,7 @@ def test_gradients(name):
 
 def test_gradients_of_the_torch_forms_cross_tiles():
     """The blocks of the PyTorch form of the mean are joined without breaking the graph."""
-    c = each(diagonal(1, 300, 2, 2, 1, 3, True), leaf)
+    c = each(diagonal(1, 300, 2, 2, 1, 3, True, True), leaf)
     weight = torch.randn(1, 300, 300, dtype=torch.float64)
     tensors = list(vars(c).values())
     blocked = torch.autograd.grad((kernels.diagonal_mean(c) * weight).sum(), tensors)

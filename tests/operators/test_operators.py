@@ -140,6 +140,20 @@ KINDS = {
         )
         for K in (1, 3, 5)
     },
+    "band between factors": lambda L: KINDS["band"](L).scaled(normal(B, L, D), normal(B, L, D)),
+    "diagonal, conv between factors": lambda L: (
+        make_diagonal(L)
+        .compose(left=normal(B, L, D), right=normal(B, L, D), conv=normal(D, 4))
+        .scaled(None, normal(B, L, D))
+    ),
+    "head decay, conv between factors": lambda L: (
+        make_linear(L)
+        .compose(left=normal(B, L, D), right=normal(B, L, D), conv=normal(D, 4))
+        .scaled(None, normal(B, L, D))
+    ),
+    "image between factors": lambda L: ConvolvedOperator(
+        make_diagonal(L), normal(D, 3, 3), grid_of(L)
+    ).scaled(None, normal(B, L, D)),
     "softmax, long conv": lambda L: make_softmax(L).compose(conv=normal(D, 7)),
     "head decay, long conv": lambda L: make_linear(L).compose(conv=normal(D, 7)),
     "permuted": lambda L: PermutedOperator(make_diagonal(L), torch.randperm(L)),
@@ -191,8 +205,9 @@ def dense(
     skip: Tensor | None = None,
     right: Tensor | None = None,
     conv: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> Tensor:
-    """``diag(left) (matrix + diag(skip)) diag(right) conv`` as a product, ``(B, D, L, L)``."""
+    """``diag(left) (matrix + diag(skip)) diag(right) conv diag(columns)``, ``(B, D, L, L)``."""
     L = matrix.shape[-1]
     if skip is not None:
         matrix = matrix + torch.diag_embed(skip.expand(B, L, D).mT)
@@ -200,7 +215,8 @@ def dense(
         matrix = left.mT[..., None] * matrix
     if right is not None:
         matrix = matrix * right.mT[:, :, None]
-    return matrix if conv is None else matrix @ conv_matrix(conv, L)
+    matrix = matrix if conv is None else matrix @ conv_matrix(conv, L)
+    return matrix if columns is None else matrix * columns.mT[:, :, None]
 
 
 def test_a_sum_of_heads_and_channels_has_a_map_per_channel():
@@ -217,12 +233,13 @@ def naive_maps(op: TokenOperator) -> Tensor:
     if isinstance(op, SumOperator):
         return sum(naive_maps(part) for part in op.parts)
     if isinstance(op, SkipOperator):
-        return torch.diag_embed(op.diagonal.mT)
+        return dense(torch.diag_embed(op.diagonal.mT), conv=op.taps, columns=op.right)
     if isinstance(op, PermutedOperator):
         place = torch.argsort(op.order)
         return naive_maps(op.inner)[:, :, place][..., place]
     if isinstance(op, ConvolvedOperator):
-        return per_channel(naive_maps(op.inner)) @ conv_matrix(op.taps, op.length, op.grid)
+        maps = per_channel(naive_maps(op.inner)) @ conv_matrix(op.taps, op.length, op.grid)
+        return dense(maps, right=op.right)
     if isinstance(op, ScaledOperator):
         return dense(per_channel(naive_maps(op.inner)), left=op.left, right=op.right)
     if isinstance(op, DiagonalOperator):
@@ -390,7 +407,9 @@ def test_reductions_over_tiles_of_maps(monkeypatch):
         op = KINDS[kind](17)
         whole = {name: op.matrix(name) for name in ("max", "min", "prod", "mean")}
         tiles = [(m, m + 1) for m in range(op.maps)]
-        monkeypatch.setattr(type(op), "_map_tiles", lambda self, rows, tiles=tiles: iter(tiles))
+        monkeypatch.setattr(
+            type(op), "map_tiles", lambda self, rows, most=0, tiles=tiles: iter(tiles)
+        )
         for name, truth in whole.items():
             close(op.matrix(name), truth, torch.float64)
 

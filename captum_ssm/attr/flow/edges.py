@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,16 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         """
         return {name: layer.relative_errors for name, layer in self.layers.items()}
 
+    def of_layers(self, layers: int | str | Sequence[int | str]) -> RelevanceEdges:
+        """The edges of some mixers only, named by index (negative from the end) or path.
+
+        Raises:
+            KeyError: for a layer that is not there.
+        """
+        named = [layers] if isinstance(layers, (int, str)) else list(layers)
+        chosen = [self[name] for name in named]
+        return replace(self, layers={layer.name: layer for layer in chosen})
+
     def matrix(self) -> Tensor:
         """Every edge, ``(B, layers, L, L)``, of layers that work on the same tokens."""
         return torch.stack([layer.matrix() for layer in self.layers.values()], 1)
@@ -111,11 +121,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
             raise ValueError(f"by is {by!r}; expected one of {RANKINGS}.")
         if as_index(k) is None or k < 1:
             raise ValueError(f"k is {k!r}; expected an integer of at least 1.")
-        if layers is None:
-            chosen = list(self.layers.values())
-        else:
-            named = [layers] if isinstance(layers, (int, str)) else list(layers)
-            chosen = [self[name] for name in named]
+        chosen = list((self if layers is None else self.of_layers(layers)).layers.values())
         with exact_arithmetic():
             ranked = [layer.ranking(k, by, between=between) for layer in chosen]
         B = len(self.score)

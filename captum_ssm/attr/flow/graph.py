@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -187,6 +188,10 @@ class FlowGraph:
                 for way in ways
             ],
         } | self.facts
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as a text."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
     def _node(self, s: int, t: int) -> list[Any]:
         arrived = self.bias[s - 1, t] if s else 0.0

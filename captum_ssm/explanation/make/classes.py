@@ -14,6 +14,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.labels import class_of
+from captum_ssm.explanation.make.observed import Observed
 from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import TokenizedText, positions_in
 from captum_ssm.explanation.parts import LABEL
@@ -52,13 +53,13 @@ class ClassQuestion:
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        questions, ids = questions_of(setup, self.task, self.text)
-        with torch.no_grad():
-            logits = questions.run(ids)[0].float()
+        questions, ids, seen = questions_of(setup, self.task, self.text)
+        logits = questions.run.read(seen.output)[0].float()
         chosen = int(logits.argmax()) if self.target is None else self.target
         if chosen == self.against:
             raise _itself(self.task.names[chosen])
-        questions.add(logits, None, chosen, self.against)
+        choices = replace(questions.choices, read_at=seen.read_at)
+        questions.add(logits, None, chosen, self.against, choices=choices)
         return explained_text(questions, ids, self.text, len(self.text.tokens), self.spans)
 
 
@@ -94,9 +95,8 @@ class LabelQuestion:
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        questions, ids = questions_of(setup, self.task, self.text)
-        with torch.no_grad():
-            logits = questions.run(ids)[0, list(self.positions)].float()
+        questions, ids, seen = questions_of(setup, self.task, self.text)
+        logits = questions.run.read(seen.output)[0, list(self.positions)].float()
         chosen = [int(row.argmax()) if self.target is None else self.target for row in logits]
         if {*chosen} == {self.against}:
             raise _itself(self.task.names[chosen[0]])
@@ -107,8 +107,10 @@ class LabelQuestion:
         return explained_text(questions, ids, self.text, len(self.text.tokens), self.spans)
 
 
-def questions_of(setup: Setup, task: Task, text: TokenizedText) -> tuple[Questions, Tensor]:
-    """No questions yet about a text, and its ids ``(1, L)``.
+def questions_of(
+    setup: Setup, task: Task, text: TokenizedText
+) -> tuple[Questions, Tensor, Observed]:
+    """No questions yet about a text, its ids ``(1, L)``, and what the model returns for them.
 
     Raises:
         ValueError, TypeError: for ids that the model does not take.
@@ -118,7 +120,8 @@ def questions_of(setup: Setup, task: Task, text: TokenizedText) -> tuple[Questio
     if setup.lens:
         setup.note("no lens: the model has no vocabulary")
     names = task.names.__getitem__
-    return Questions(setup, names, task.run_on(text), task.probabilities), ids
+    questions = Questions(setup, names, task.run_on(text), task.probabilities)
+    return questions, ids, task.observed(text, ids)
 
 
 def _classes(task: Task, target: object, against: object) -> tuple[int | None, int | None]:

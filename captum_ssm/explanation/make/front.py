@@ -97,7 +97,7 @@ def explain(
     ``messages=`` is a conversation, by the tokenizer's chat template. ``explain(model, image)``
     explains the class of an image or a video, and ``explain(model, series)`` a forecast, or with
     ``labels`` the class of a series or of a row of a table. The model runs once or a few times to
-    see what kind of model it is, once for each input to see what it answers, and then as each
+    see what kind of model it is and what it answers, once for each further input, and then as each
     method needs.
 
     What an array is, the model decides: each reading that its shape allows, as an image, a series

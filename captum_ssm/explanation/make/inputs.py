@@ -16,7 +16,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.arrays import may_be_text
 from captum_ssm.explanation.make.reading import TokenizedText, read, read_ids, read_pair
 from captum_ssm.utils.integers import as_index
-from captum_ssm.utils.vocabulary import unknown_in_prompt
+from captum_ssm.utils.vocabulary import unknown_words
 
 # What the two texts of a pair are called, as by pipelines of transformers.
 PAIRS = (("question", "context"), ("text", "text_pair"))
@@ -88,6 +88,9 @@ def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[
         with numbered(k, len(texts)):
             found.append(_read(tokenizer, text))
             check_inputs(torch.tensor([found[-1].ids]), model)
+    # A conversation was read before, and its own reader warns of it.
+    pairs = zip(found, texts, strict=True)
+    warn_of_unknown([read for read, given in pairs if read is not given], stacklevel=6)
     return found
 
 
@@ -113,16 +116,21 @@ def _read(tokenizer: Any, text: Text) -> TokenizedText:
         pairs = zip(text.ids, text.types, strict=False)
         parts = tuple(None if one in special else part for one, part in pairs)
         return replace(found, parts=parts, types=text.types)
-    found = read(tokenizer, text, "text")
-    warn_of_unknown(tokenizer, found)
-    return found
+    return read(tokenizer, text, "text")
 
 
-def warn_of_unknown(tokenizer: Any, text: TokenizedText) -> None:
-    """Warn where a tokenizer put its unknown token for a part of a text."""
-    warning = unknown_in_prompt(tokenizer, text.ids)
-    if warning:
-        warnings.warn(warning, UserWarning, stacklevel=7)
+def warn_of_unknown(texts: Sequence[TokenizedText], stacklevel: int) -> None:
+    """Warn of words that the tokenizer does not know, once for all texts.
+
+    Args:
+        texts (sequence of TokenizedText): as they were read.
+        stacklevel (int): of the caller's warning, as :func:`warnings.warn` takes it.
+    """
+    unknown = [token for text in texts for token in text.tokens if token.read_as is not None]
+    if unknown:
+        words = list(dict.fromkeys(token.text.strip() for token in unknown))
+        warning = unknown_words(words, str(unknown[0].read_as))
+        warnings.warn(warning, UserWarning, stacklevel=stacklevel + 1)
 
 
 def _check_order(tokenizer: Any, inputs: Any) -> None:

@@ -6,17 +6,16 @@ with the labels, the vocabulary, the width of the embeddings, and the module tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits, input_embeddings, parameter_names
-from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
 from captum_ssm.explanation.make.labels import configured, names_of
+from captum_ssm.explanation.make.observed import FirstRun, Observed, observed, places_of
 from captum_ssm.explanation.make.questions import SOFTMAX
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.run import Run
@@ -37,16 +36,23 @@ class Task:
         names (tuple of str, optional): of classes or labels. Default: ``()``
         probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
             that are not logits. Default: softmax
+        first (FirstRun, optional): on the text that told the kind. Default: None
     """
 
     kind: Kind
     run: Run
     names: tuple[str, ...] = ()
     probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX
+    first: FirstRun | None = None
 
     def run_on(self, text: TokenizedText) -> Run:
         """The run on one text, with its token types."""
         return self.run.with_arguments(arguments_of(self.run.module, text))
+
+    def observed(self, text: TokenizedText, ids: Tensor) -> Observed:
+        """What the model returns for one text, whose ids are ``(1, L)``."""
+        kept = None if self.first is None else self.first.take(ids)
+        return observed(self.run_on(text), ids) if kept is None else kept
 
 
 def task_of(module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any) -> Task:
@@ -63,11 +69,17 @@ def task_of(module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any)
     """
     ids = torch.tensor([text.ids], device=next(module.parameters()).device)
     run = Run(module).with_arguments(arguments_of(module, text))
-    output, maker = _output(run, ids)
-    if _places(output, ids) is not None:
+    first = observed(run, ids)
+    task = _told_by(first, run, ids, tokenizer, labels)
+    return replace(task, first=FirstRun(ids, first))
+
+
+def _told_by(first: Observed, run: Run, ids: Tensor, tokenizer: Any, labels: Any) -> Task:
+    module = run.module
+    if places_of(first.output, ids) is not None:
         return Task("places", Run(module, read=_joined, takes_several=_takes_several(run, ids)))
-    logits = extract_logits(output)
-    axes = Axes(module, tokenizer, labels, maker)
+    logits = extract_logits(first.output)
+    axes = Axes(module, tokenizer, labels, first.maker)
     shape, L = tuple(logits.shape), ids.shape[1]
     if logits.dim() == 3 and shape[:2] == (1, L):
         return _per_token(run, axes, shape[2])
@@ -174,47 +186,6 @@ def _probabilities(module: nn.Module, size: int) -> Callable[[Tensor], Tensor] |
         return None
     is_each_alone = problem == "multi_label_classification" or size == 1
     return torch.sigmoid if is_each_alone else SOFTMAX
-
-
-def _output(run: Run, ids: Tensor) -> tuple[Any, nn.Module | None]:
-    # The output, and the module that made its logits.
-    module, arguments = run.module, run.arguments(ids)
-    made: dict[int, tuple[nn.Module, Tensor]] = {}
-    with torch.no_grad(), _watched(module, made), noting_draws() as draws, one_run(module):
-        output = module(ids, **arguments)
-    if any(draws):
-        with torch.no_grad():
-            warn_of_randomness(module, (output, module(ids, **arguments)))
-    logits = first_of(output) if _places(output, ids) else extract_logits(output)
-    maker, tensor = made.get(logits.data_ptr(), (None, logits))
-    return output, maker if tensor.shape == logits.shape else None
-
-
-@contextmanager
-def _watched(module: nn.Module, made: dict[int, tuple[nn.Module, Tensor]]) -> Iterator[None]:
-    # What modules without parts return, by its memory, which is kept until the run has ended.
-    def keep(part: nn.Module, args: Any, output: Any) -> None:
-        first = first_of(output)
-        if torch.is_tensor(first):
-            made[first.data_ptr()] = part, first
-
-    with ExitStack() as hooks:
-        for part in module.modules():
-            if not any(True for _ in part.children()):
-                hooks.enter_context(part.register_forward_hook(keep))
-        yield
-
-
-def _places(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    # The scores (B, L) of being the first token of an answer, and its last.
-    if isinstance(output, Mapping) and {"start_logits", "end_logits"} <= {*output}:
-        pair = output["start_logits"], output["end_logits"]
-    elif type(output) is tuple and len(output) == 2:
-        pair = output
-    else:
-        return None
-    are_scores = all(torch.is_tensor(one) and one.shape == ids.shape for one in pair)
-    return pair if are_scores and ids.shape[1] > 1 else None
 
 
 def _joined(output: Any) -> Tensor:

@@ -86,6 +86,7 @@ def chat_questions(
         with numbered(k, B):
             whole.append(chat.whole())
             check_inputs(torch.tensor([whole[-1].ids]), setup.model)
+    warn_of_unknown(whole, stacklevel=5)
     task = task_of(setup.model, whole[0], asked.tokenizer, labels)
     if task.kind != "tokens":
         return text_questions(setup, whole, target, against, labels, asked)
@@ -125,7 +126,7 @@ class Conversation:
         prompt = self._marked(opened)
         if isinstance(target, str):
             prompt, target = self._answered(target, opened)
-        self._warn(opened, prompt)
+        self._warn(opened)
         if isinstance(against, str):
             against = self._rival(against, opened, prompt)
         return prompt, target, against
@@ -147,8 +148,7 @@ class Conversation:
         prompt = self._marked(opened if opened.messages - whole.messages else before)
         return prompt, _cut(whole.text, held[0], held[-1] + 1)
 
-    def _warn(self, opened: Rendering, prompt: TokenizedText) -> None:
-        warn_of_unknown(self.tokenizer, prompt)
+    def _warn(self, opened: Rendering) -> None:
         unmarked = opened.said - opened.messages
         if unmarked:
             names = ", ".join(_name(self.messages, k) for k in sorted(unmarked))

@@ -68,9 +68,8 @@ class PlacesQuestion:
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        questions, ids = questions_of(setup, self.task, self.text)
-        with torch.no_grad():
-            starts, ends = self._possible(questions.run(ids)[0].double())
+        questions, ids, seen = questions_of(setup, self.task, self.text)
+        starts, ends = self._possible(questions.run.read(seen.output)[0].double())
         asked = [place for place in (self.target, self.against) if place is not None]
         width = max(LONGEST, *(last - first + 1 for first, last in asked), 1)
         answers = _Answers(self.text, starts, ends, min(width, len(starts)))

@@ -76,6 +76,8 @@ class Choices:
             Default: Question
         id_of (Callable, optional): an answer's id, from its place among the logits.
             Default: the place
+        read_at (int, optional): the token from which the output of a whole text is read.
+            Default: None
     """
 
     text_of: Callable[[int], str]
@@ -83,6 +85,7 @@ class Choices:
     role: str = NEXT
     ask: Callable[..., Question] = Question
     id_of: Callable[[int], int] = int
+    read_at: int | None = None
 
 
 class Questions:
@@ -157,6 +160,7 @@ class Questions:
                 tuple(layers),
                 choices.role,
                 possible,
+                choices.read_at,
             )
         )
 

@@ -12,6 +12,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Token
 from captum_ssm.explanation.units import Turns
 from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.vocabulary import unknown_token
 from captum_ssm.visualization import readable_tokens
 
 CONTEXT = 8  # tokens: of a character outside ASCII there are four at most
@@ -76,7 +77,7 @@ def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Tokenize
         offsets = _found(text, _pieces(tokenizer, ids)) if ids else []
     if not ids:
         raise InputError(f"{name} is {text!r}, which holds no token; give at least one.")
-    return _reading(text, ids, offsets, _names(tokenizer, ids))
+    return _reading(tokenizer, text, ids, offsets)
 
 
 def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
@@ -118,7 +119,7 @@ def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
     for k, (a, b) in enumerate(offsets):
         at = b if b > a else at
         offsets[k] = (a, b) if b > a else (at, at)
-    read = _reading(joined, ids, offsets, _names(tokenizer, ids))
+    read = _reading(tokenizer, joined, ids, offsets)
     return replace(read, parts=tuple(parts), types=tuple(encoded.get("token_type_ids", ())))
 
 
@@ -241,7 +242,7 @@ def _shared(text: str, start: int, end: int, count: int) -> list[tuple[int, int]
 
 
 def _reading(
-    text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], names: Sequence[str]
+    tokenizer: Any, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> TokenizedText:
     # Every character belongs to one token: of several that share it to the last one, white space
     # to the one after it, and what lies after the last token to that.
@@ -255,7 +256,10 @@ def _reading(
     if at < len(text):
         last = max((i for i, end in enumerate(ends) if end > (ends[i - 1] if i else 0)), default=-1)
         ends[last:] = [len(text)] * len(ends[last:])
+    unknown, names = unknown_token(tokenizer), _names(tokenizer, ids)
     tokens = []
     for one, start, end, called in zip(ids, [0, *ends[:-1]], ends, names, strict=True):
-        tokens.append(Token(text[start:end] or called, one, start, end))
+        typed = text[start:end]
+        is_unknown = one == unknown and typed.strip() not in ("", called)
+        tokens.append(Token(typed or called, one, start, end, called if is_unknown else None))
     return TokenizedText(text, tuple(tokens))

@@ -17,6 +17,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.lens import Lens
+from captum_ssm.explanation.make.observed import FirstRun
 from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
 from captum_ssm.explanation.make.reading import (
     TokenizedText,
@@ -41,6 +42,7 @@ class TextQuestion:
     against: TokenizedText | None
     position: int | Sequence[int] | str | None
     spans: Mapping[str, tuple[int, int]]
+    first: FirstRun | None = None
 
     @classmethod
     def of(
@@ -59,7 +61,7 @@ class TextQuestion:
         tokenizer, position = asked.tokenizer, asked.position
         target = _continuation(tokenizer, as_continuation(target), "target")
         against = _continuation(tokenizer, as_continuation(against), "against")
-        question = cls(tokenizer, text, target, against, position, asked.spans)
+        question = cls(tokenizer, text, target, against, position, asked.spans, task.first)
         _arranged(question)
         return question
 
@@ -72,7 +74,7 @@ class TextQuestion:
         texts = _arranged(self)
         ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
         check_inputs(ids, setup.model)
-        logits, layers = _run(setup, ids, texts.positions)
+        logits, layers = _run(setup, ids, texts.positions, self.first)
         _require_ids("target", texts.target, logits.shape[-1])
         _require_ids("against", texts.against, logits.shape[-1])
         whole = texts.prompt
@@ -194,13 +196,19 @@ def _require_ids(name: str, text: TokenizedText | None, V: int) -> None:
         raise TargetError(f"{name} is {text.ids}; the model's ids are 0 .. {V - 1}.")
 
 
-def _run(setup: Setup, ids: Tensor, positions: list[int]) -> tuple[Tensor, list[Tensor]]:
+def _run(
+    setup: Setup, ids: Tensor, positions: list[int], first: FirstRun | None
+) -> tuple[Tensor, list[Tensor]]:
     # The logits at the positions that are explained, and those after each layer.
     lens = Lens(setup.model, positions)
     named = {"use_cache": False} if "use_cache" in parameter_names(setup.model) else {}
+    kept = None if first is None else first.take(ids)
     with torch.no_grad():
-        with lens.watching() if setup.lens else nullcontext():
-            output = setup.model(ids, **named)
+        if kept is None or setup.lens:
+            with lens.watching() if setup.lens else nullcontext():
+                output = setup.model(ids, **named)
+        else:
+            output = kept.output
         logits = extract_logits(output)
         logits = logits[0, positions].float()
         layers = lens.layers(logits) if setup.lens else []

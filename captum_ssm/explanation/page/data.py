@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from captum_ssm.explanation.circuits import check_circuits
+from captum_ssm.explanation.page.opening import opening_of
 from captum_ssm.explanation.parts import (
     END,
     SPAN,
@@ -23,6 +24,7 @@ from captum_ssm.explanation.parts import (
     Token,
     Validation,
 )
+from captum_ssm.explanation.units import says_nothing
 
 FORMAT = "captum_ssm.page/1"
 
@@ -49,21 +51,32 @@ def page_data(explanation: ExplanationData) -> dict[str, Any]:
             if value not in (None, "", [], {}, ())
         },
         "versions": dict(explanation.versions),
-        "examples": [_example(example, names) for example in explanation.examples],
+        "examples": [
+            _example(example, names, _is_written(explanation, example))
+            for example in explanation.examples
+        ],
     }
 
 
-def _example(example: Example, methods: list[str]) -> dict[str, Any]:
+def _is_written(explanation: ExplanationData, example: Example) -> bool:
+    # Whether the model wrote the answer, or it is one of a conversation.
+    asked = explanation.settings
+    is_generated = bool(asked.get("max_new_tokens") or asked.get("generation"))
+    return bool(example.tokens) and (is_generated or "turn" in example.units)
+
+
+def _example(example: Example, methods: list[str], is_written: bool) -> dict[str, Any]:
     found = {name: example.relevance[name] for name in methods if name in example.relevance}
     data = {
         "name": example.name,
-        "outputs": [_output(output, len(example.tokens)) for output in example.outputs],
+        "outputs": [_output(output, example.tokens) for output in example.outputs],
         "deltas": {
             name: _numbers(example.deltas[name]) for name in found if name in example.deltas
         },
         "maps": [_maps(maps) for maps in example.maps],
         "validation": _validation(example.validation),
         "circuits": _circuits(example),
+        "opening": opening_of(example, next(iter(found))) if is_written and found else None,
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)
@@ -71,6 +84,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
         return data | _series(example.series, example.features, found)
     return data | {
         "tokens": [token.text for token in example.tokens],
+        "unknown": [[k, one.read_as] for k, one in enumerate(example.tokens) if one.read_as],
         "special": [k for k, token in enumerate(example.tokens) if _special(token)],
         "prompt": example.prompt,
         "units": {
@@ -113,9 +127,12 @@ def _special(token: Token) -> bool:
     return token.start == token.end
 
 
-def _output(output: Output, L: int) -> dict[str, Any]:
+def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
+    L, at = len(tokens), output.read_at
     return {
         "position": output.position,
+        "readAt": at,
+        "apart": at is not None and says_nothing(tokens[at]),
         "role": output.role,
         "answers": [_answer(answer) | _place(output, answer, L) for answer in output.answers],
         "of": output.among,

@@ -1,8 +1,11 @@
 // How the score falls while parts of the input are removed: one curve per method.
-import { element, fill, svg } from "./dom.js";
+import { element, fill, range, svg } from "./dom.js";
 import { count, percent, plain, visible } from "./format.js";
 
 const [WIDTH, HEIGHT] = [100, 100]; // of the drawing, which is stretched over its place
+const ASPECT = 3; // about how much wider than high that is
+const ENOUGH = 20; // between a number and another one, or another curve
+const FIRST = 10; // how much more it matters that numbers are apart
 
 export class Check {
   constructor(page) {
@@ -28,42 +31,59 @@ export class Check {
       .sort((a, b) => check.areas[a.name] - check.areas[b.name]);
     fill(this.said, verdict(check, methods, example));
     fill(this.plot, this.#drawing(check, methods, state));
-    fill(this.rows, methods.map((method) => this.#row(check, method, state)), random(check));
+    const isNumbered = methods.length > 1;
+    fill(this.rows, methods.map((method, k) => this.#row(check, method, state, isNumbered && k + 1)),
+      random(check, isNumbered));
   }
 
   #drawing(check, methods, state) {
-    const curves = methods.map(({ name }) => [name, check.curves[name]]);
-    const values = [...curves.map(([, curve]) => curve), check.random].flat();
+    const curves = methods.map(({ name }) => check.curves[name]);
+    const values = [...curves, check.random].flat();
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const last = check.shares.at(-1);
-    const path = (curve) => curve.map((value, k) => [
-      k ? "L" : "M", (WIDTH * check.shares[k]) / last, (HEIGHT * (high - value)) / (high - low || 1),
-    ].join(" ")).join(" ");
-    const isChosen = ([name]) => name === state.method.name;
+    const x = (k) => (WIDTH * check.shares[k]) / last;
+    const y = (value) => (HEIGHT * (high - value)) / (high - low || 1);
+    const path = (curve) => curve.map((value, k) => `${k ? "L" : "M"} ${x(k)} ${y(value)}`).join(" ");
+    const isChosen = ({ name }) => name === state.method.name;
+    const marked = (method) => ({ "data-method": method.name, class: isChosen(method) ? "chosen" : "" });
     // The chosen one is drawn last, over the others.
-    const ordered = [...curves.filter((each) => !isChosen(each)), ...curves.filter(isChosen)];
+    const ordered = [...methods.filter((each) => !isChosen(each)), ...methods.filter(isChosen)];
     const label = `Mean ${check.score} while ${count(methods.length, "method")} remove parts, most relevant first`;
+    const places = curves.map((curve) => curve.map((value, k) => [x(k), y(value)]));
+    const free = apart(places, check.random.map((value, k) => [x(k), y(value)]));
     return [
       element("div", { class: "high" }, element("span", {}, plain(high)), element("span", {}, plain(low))),
-      svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img",
-        "aria-label": label },
-      svg("path", { class: "axis", d: `M 0 0 L 0 ${HEIGHT} L ${WIDTH} ${HEIGHT}` }),
-      svg("path", { class: "random", d: path(check.random) }),
-      ordered.map((each) => svg("path", { class: isChosen(each) ? "chosen" : "", d: path(each[1]) },
-        svg("title", {}, visible(this.#title(each[0])))))),
+      element("div", { class: "curves" },
+        svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img",
+          "aria-label": label },
+        svg("path", { class: "axis", d: `M 0 0 L 0 ${HEIGHT} L ${WIDTH} ${HEIGHT}` }),
+        svg("path", { class: "random", d: path(check.random) }),
+        ordered.map((each) => svg("path", { ...marked(each), d: path(check.curves[each.name]) })),
+        ordered.map((each) => svg("path", { class: "near", d: path(check.curves[each.name]),
+          "data-tip": visible(each.title), ...this.#pointing(each),
+          onclick: () => this.page.set({ m: each.name }) }))),
+        methods.length > 1 && methods.map((each, k) =>
+          placed(free[k], element("b", { ...marked(each), "aria-hidden": "true" }, String(k + 1))))),
       element("div", { class: "wide" }, element("span", {}, "nothing removed"),
         element("span", {}, `${percent(last)} removed, replaced ${visible(check.removed)}`)),
     ];
   }
 
-  #title(name) {
-    return this.page.data.methods.find((method) => method.name === name).title;
+  // What is pointed at in the drawing or the table stands out in both.
+  #pointing({ name }) {
+    const mark = (isPointed) => {
+      for (const node of this.node.querySelectorAll("[data-method]")) {
+        node.classList.toggle("pointed", isPointed && node.dataset.method === name);
+      }
+    };
+    return { onpointerenter: () => mark(true), onpointerleave: () => mark(false),
+      onfocusin: () => mark(true), onfocusout: () => mark(false) };
   }
 
-  #row(check, method, state) {
+  #row(check, method, state, number) {
     const isChosen = method.name === state.method.name;
-    return element("tr", { class: isChosen ? "chosen" : "" },
-      element("td", {}, key(isChosen ? "chosen" : ""), element("button", {
+    return element("tr", { class: isChosen ? "chosen" : "", "data-method": method.name, ...this.#pointing(method) },
+      element("td", {}, number && [element("b", {}, String(number)), " "], key(isChosen ? "chosen" : ""), element("button", {
         type: "button", class: "link", "data-tip": visible(method.note),
         onclick: () => this.page.set({ m: method.name }),
       }, visible(method.title))),
@@ -72,8 +92,32 @@ export class Check {
   }
 }
 
-function random(check) {
-  return element("tr", {}, element("td", {}, key("random"), "random orders"),
+function placed([x, y], node) {
+  Object.assign(node.style, { left: `${x}%`, top: `${y}%` });
+  return node;
+}
+
+// Where each curve is numbered: at the point, or between two, that is far from the numbers of others,
+// and then from their curves.
+function apart(curves, random) {
+  const finer = (curve) => curve.flatMap((point, k) => (k
+    ? [curve[k - 1].map((value, axis) => (value + point[axis]) / 2), point] : [point]));
+  const [lines, other] = [curves.map(finer), finer(random)];
+  const numbers = [];
+  for (const line of lines) {
+    const others = [...lines.filter((each) => each !== line), other];
+    const room = ([x, y], k) => FIRST * Math.min(ENOUGH,
+      ...numbers.map((number) => Math.hypot(ASPECT * (number[0] - x), number[1] - y)))
+      + Math.min(ENOUGH, ...others.map((each) => Math.abs(each[k][1] - y)));
+    const rooms = line.map(room);
+    const inner = range(line.length).slice(1, -1);
+    numbers.push(line[inner.reduce((best, k) => (rooms[k] > rooms[best] + 1e-9 ? k : best), inner[0] ?? 0)]);
+  }
+  return numbers;
+}
+
+function random(check, isNumbered) {
+  return element("tr", {}, element("td", {}, isNumbered && element("b", {}), key("random"), "random orders"),
     element("td", {}, plain(check.area)), element("td", {}, ""));
 }
 

@@ -16,7 +16,7 @@ export class Common {
   update(state) {
     const { values, listed } = state;
     this.node.hidden = !values.summary || state.examples.length < 2;
-    const key = [listed, values.m, values.own, values.template].join();
+    const key = [listed, values.m, state.showsOwn, values.template].join();
     if (this.node.hidden || key === this.key) return;
     this.key = key;
     const examples = listed.map((k) => state.examples[k]);
@@ -44,12 +44,12 @@ export class Common {
 }
 
 // Of a token that is seen once, no mean can be taken.
-function tokens(examples, { method, values }) {
+function tokens(examples, { method, values, showsOwn }) {
   const found = new Map();
   for (const example of examples.filter(({ isText }) => isText)) {
     const pick = example.pick(String(example.opening));
     if (!pick) continue;
-    const hidden = { own: !values.own, last: false, template: !values.template, share: 0 };
+    const hidden = { own: !showsOwn, last: false, template: !values.template, share: 0 };
     const relevance = example.relevance(method, pick, -1, example.units.token, hidden);
     const sums = new Map();
     for (const part of relevance.order) {

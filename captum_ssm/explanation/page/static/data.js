@@ -66,11 +66,13 @@ export class Example {
   }
 
   constructor(data) {
-    const { name, outputs, deltas, maps, tokens = [], special = [], prompt = 0 } = data;
+    const { name, outputs, deltas, maps, tokens = [], unknown = [], special = [], prompt = 0 } = data;
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.check = data.validation;
     this.circuits = (data.circuits ?? []).map((circuit) => new FlowGraph(circuit));
+    this.readsMost = data.opening ?? null; // where the page of an answer of several tokens opens
     this.special = new Set(special);
+    this.unknown = new Map(unknown); // what the model reads in the place of unknown words
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
     this.isTable = this.isSeries && data.table;
@@ -208,6 +210,12 @@ export class Example {
     return role === "label" ? [position, position + 1] : [position + 1, position + 2];
   }
 
+  // Whether the token that the answer is read from is shown where the page opens: it is the word
+  // that is labeled, or a classifier reads from it, and it says something.
+  get opensWithOwn() {
+    return this.isLabeled || this.outputs.some(({ readAt, apart }) => readAt !== null && !apart);
+  }
+
   get isLabeled() {
     return this.outputs.every(({ role }) => role === "label");
   }
@@ -223,6 +231,7 @@ export class Example {
   // The page opens where there is something to read: after the prompt, or late enough in it.
   get opening() {
     if (this.isLabeled) return this.#firstLabel;
+    if (this.readsMost !== null) return this.readsMost;
     const places = this.outputs.map(({ position }) => position);
     if (places.every((place) => place === null)) return 0;
     const isExplained = (k) => this.pick(String(k)) !== null;
@@ -237,6 +246,12 @@ export class Example {
 
   partText(unit, part) {
     return this.text(...unit.bounds[part]);
+  }
+
+  // What the model reads in the place of a word of this part that the tokenizer does not know.
+  readAs(unit, part) {
+    const [first, end] = unit.bounds[part];
+    return range(end - first).map((k) => this.unknown.get(first + k)).find(Boolean);
   }
 
   // The name of the turn that a part lies in.
@@ -320,13 +335,14 @@ export class Example {
 
   relevance(method, pick, against, unit, hidden) {
     const terms = this.terms(pick, against);
-    return new Relevance(this, method, terms, this.outputs[pick.output].position, unit, hidden);
+    return new Relevance(this, method, terms, this.outputs[pick.output], unit, hidden);
   }
 }
 
 // The relevance of each part, and its share of what is shown.
 class Relevance {
-  constructor(example, method, terms, position, unit, hidden) {
+  constructor(example, method, terms, output, unit, hidden) {
+    const { position, readAt } = output;
     const rows = example.rows[method.name];
     this.values = new Float32Array(unit.count);
     this.position = position;
@@ -341,9 +357,11 @@ class Relevance {
       });
     }
     this.read = unit.of[last];
-    this.own = position === null ? -1 : unit.of[position];
+    this.own = position === null && readAt === null ? -1 : unit.of[position ?? readAt];
     this.hidden = new Set();
-    if (hidden.own && position !== null) this.hidden.add(this.own);
+    // A sentence is not hidden because a classifier reads its answer from the full stop.
+    const isAlone = position !== null || (this.own >= 0 && unit.bounds[this.own].reduce((a, b) => b - a) === 1);
+    if (hidden.own && isAlone) this.hidden.add(this.own);
     this.gone = new Set(hidden.template && example.turns ? example.template(unit) : []);
     for (const part of this.gone) this.hidden.add(part);
     if (hidden.last && example.prompt) this.hidden.add(unit.of[example.prompt - 1]);

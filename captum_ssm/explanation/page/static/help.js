@@ -12,7 +12,7 @@ const KEYS = [
   ["m", "next method"],
   ["v", "view: one method, all methods, two outputs"],
   ["u", "next unit: tokens, words, …"],
-  ["o", "the last token (reads itself) shown or hidden"],
+  ["o", "the reading token (reads itself) shown or hidden"],
   ["t", "in a conversation: the template’s tokens shown or hidden"],
   ["[ ]", "strongest color for more, for fewer values"],
   ["l", "next map"],

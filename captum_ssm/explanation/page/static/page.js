@@ -170,7 +170,7 @@ class Page {
       v: () => next("view", state.views),
       x: () => values.view !== "pair" && next("n", example.contrasts(state.pick)),
       u: () => next("u", example.unitNames),
-      o: () => this.set({ own: 1 - values.own }),
+      o: () => this.set({ own: state.writtenOwn(!state.showsOwn) }),
       t: () => example.turns && this.set({ template: 1 - values.template }),
       l: () => next("map", ["", ...state.mapIds]),
       e: () => next("e", state.listed),
@@ -227,7 +227,7 @@ class Page {
   #derive() {
     const { state } = this;
     const { example, unit, method, pick, second, values } = state;
-    const hidden = { own: !values.own, last: !values.last, template: !values.template, share: values.min / 100 };
+    const hidden = { own: !state.showsOwn, last: !values.last, template: !values.template, share: values.min / 100 };
     const panel = (method, pick, more) => ({
       method, pick, against: values.n,
       relevance: example.relevance(method, pick, values.n, unit, hidden), ...more,

@@ -48,11 +48,15 @@ export class Reading {
     }
     if (!example.isText) return [];
     const [first, end] = unit.bounds[part];
+    const readAs = example.readAs(unit, part);
     const isOutput = range(end - first).some((k) => example.places.has(first + k));
     return [
       relevance.hidden.has(part) && part === relevance.own
         && "Hatched: the answer is read here, and the token reads itself.",
+      !relevance.hidden.has(part) && part === relevance.own && !example.isLabeled
+        && "Solid line: the answer is read here.",
       relevance.hidden.has(part) && part !== relevance.own && "Hatched: hidden by choice.",
+      readAs && `Wavy: the tokenizer does not know this word, so the model read ${visible(readAs)} in its place.`,
       part > relevance.read && "Comes after the place where the answer is read.",
       isOutput && "Dotted: an explained output. Click to explain it.",
     ].filter(Boolean);

@@ -17,7 +17,7 @@ export class Settings {
     this.method = new Choice("method", set("m"));
     this.views = new Choice("view", set("view"));
     this.units = new Choice("units", set("u"));
-    this.own = new Toggle("own", (isHidden) => page.set({ own: isHidden ? 0 : 1 }));
+    this.own = new Toggle("own", (isHidden) => page.set({ own: page.state.writtenOwn(!isHidden) }));
     this.last = new Toggle("last", (isHidden) => page.set({ last: isHidden ? 0 : 1 }));
     this.template = new Toggle("template", (isHidden) => page.set({ template: isHidden ? 0 : 1 }));
     this.hiding = element("div", { class: "field" }, element("span", { class: "label" }, "Hide"),
@@ -45,11 +45,11 @@ export class Settings {
       ({ value, content: UNITS[value] ?? visible(value) })), values.u);
 
     const places = example.outputs.map(({ position }) => position);
-    // A model that reads in both directions, or an image, has no last token.
-    this.own.node.hidden = places.every((position) => position === null);
-    this.own.show(!values.own);
+    // Of an image, or where all tokens are read together, none is the one that is read.
+    this.own.node.hidden = example.outputs.every(({ position, readAt }) => position === null && readAt === null);
+    this.own.show(!state.showsOwn);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
-    this.last.node.hidden = !example.prompt || example.isLabeled || this.own.node.hidden ||
+    this.last.node.hidden = !example.prompt || example.isLabeled || places.includes(null) ||
       places.every((position) => position === example.prompt - 1);
     this.last.show(!values.last);
     this.template.node.hidden = !example.turns;

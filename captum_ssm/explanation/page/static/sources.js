@@ -91,11 +91,13 @@ function surroundings({ example, unit, values }, part) {
       element("bdi", { class: "after" }, ` ${near(first, end).trim()}`.slice(0, AFTER)));
   }
   const text = example.partText(unit, part);
+  const called = token(text);
+  if (example.readAs(unit, part)) called.classList.add("unknown");
   const all = near(first - BEFORE, first) + (/^\s/.test(text) ? " " : "");
   const before = all.length <= BEFORE ? all : all.slice(-BEFORE).replace(/^\S*(?=\s)/, "");
   return element("span", { class: "what" },
     element("bdi", { class: "before" }, element("bdi", {}, before)),
-    token(text),
+    called,
     element("bdi", { class: "after" }, near(end, end + AFTER).slice(0, AFTER)));
 }
 

@@ -30,7 +30,7 @@ export class State {
       q: 99.5, // the quantile with the strongest color
       min: 0, // the least share that is shown, in percent
       k: 10, // how many sources are listed
-      own: this.example.isLabeled ? 1 : 0, // whether the own share is shown
+      own: "", // whether the reading token is shown; as it fits the example, until it is chosen
       last: 1, // whether the prompt's last token is shown
       template: 1, // whether the chat template's own tokens are shown
       map: "", // the open map
@@ -96,7 +96,7 @@ export class State {
       q: QUANTILES,
       min: LEAST_SHARES,
       k: COUNTS,
-      own: [0, 1],
+      own: ["", "0", "1"],
       last: [0, 1],
       template: [0, 1],
       gray: [0, 1],
@@ -141,6 +141,16 @@ export class State {
     } catch {
       // A frame without an address of its own: the state is kept in memory.
     }
+  }
+
+  // Whether the token that the answer is read from is shown like the others.
+  get showsOwn() {
+    return this.values.own ? this.values.own === "1" : this.example.opensWithOwn;
+  }
+
+  // How the address says so; nothing where the example has it so by itself.
+  writtenOwn(isShown) {
+    return isShown === this.example.opensWithOwn ? "" : String(Number(isShown));
   }
 
   get method() {

@@ -67,7 +67,7 @@ export class TextPanel {
     const { hidden: hides, gone, own } = relevance;
     this.turns.update(relevance);
     const hidden = hides.has(own) && !gone.has(own)
-      ? `last token hidden, ${percent(relevance.ownShare)} · ` : "";
+      ? `reading token hidden, ${percent(relevance.ownShare)} · ` : "";
     this.note.textContent = `${hidden}scale ±${digits(limit)}`;
     this.#showAnswer();
     this.#drawOverview();
@@ -165,10 +165,13 @@ export class TextPanel {
     const { example, page } = this;
     const [first, end] = this.unit.bounds[part];
     return [
+      !this.shapes[part].before && "joined",
       this.#outputs(part).length && "output",
       relevance.gone.has(part) ? "gone" : relevance.hidden.has(part) && "hidden",
+      part === relevance.own && !relevance.hidden.has(part) && !example.isLabeled && "reads",
       part > relevance.read && "unread",
       this.turns.isTemplate(part) && "template",
+      example.readAs(this.unit, part) && "unknown",
       end - first === 1 && example.special.has(first) && "special",
       this.#holds(part, pick) && "first",
       other && this.#holds(part, other) && "second",

@@ -1,0 +1,131 @@
+"""One run of a model on a text, and what its modules tell of it: who made the output, from where.
+
+A model with one output per text reads it from all tokens together, such as from their mean, or from
+one token alone: the last one, or one in front such as ``[CLS]``. A module that is given the very
+vector of one token, and no other, tells which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
+from captum_ssm.explanation.make.run import Run
+from captum_ssm.utils.nested import first_of
+
+KEPT = 16  # results of modules: the output's maker is among the last
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a model returned for one text.
+
+    Args:
+        output (Any): as the model returned it.
+        maker (nn.Module, optional): the module that returned the very tensor that is read of the
+            output; None where no module did.
+        read_at (int, optional): the token from which the output is read, if it is one alone.
+    """
+
+    output: Any
+    maker: nn.Module | None
+    read_at: int | None
+
+
+class FirstRun:
+    """A run that is kept until the first question, which most often is about the same tokens.
+
+    Args:
+        ids (Tensor): ``(1, L)``.
+        result (Observed): of the run on them.
+    """
+
+    def __init__(self, ids: Tensor, result: Observed) -> None:
+        self._kept: tuple[Tensor, Observed] | None = (ids, result)
+
+    def take(self, ids: Tensor) -> Observed | None:
+        """The result, if it is of these ids ``(1, L)``; it is not kept any longer."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and torch.equal(kept[0], ids) else None
+
+
+def observed(run: Run, ids: Tensor) -> Observed:
+    """The model, run on the ids ``(1, L)`` of one text."""
+    module, arguments = run.module, run.arguments(ids)
+    watch = _Watch(ids.shape[1])
+    with torch.no_grad(), watch.watching(module), noting_draws() as draws, one_run(module):
+        output = module(ids, **arguments)
+    if any(draws):
+        with torch.no_grad():
+            warn_of_randomness(module, (output, module(ids, **arguments)))
+    logits = first_of(output) if places_of(output, ids) else extract_logits(output)
+    watch.see(logits)
+    return Observed(output, watch.maker_of(logits), watch.read_at)
+
+
+def places_of(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The scores ``(B, L)`` of being the first token of an answer, and its last, if it has any."""
+    if isinstance(output, Mapping) and {"start_logits", "end_logits"} <= {*output}:
+        pair = output["start_logits"], output["end_logits"]
+    elif type(output) is tuple and len(output) == 2:
+        pair = output
+    else:
+        return None
+    are_scores = all(torch.is_tensor(one) and one.shape == ids.shape for one in pair)
+    return pair if are_scores and ids.shape[1] > 1 else None
+
+
+class _Watch:
+    # What the last modules without parts return, and the one token whose vector is read after the
+    # last module that returned a vector of each token.
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.read_at: int | None = None
+        self._tokens: Tensor | None = None
+        # A result that is no longer kept may leave its memory to another one.
+        self._made: deque[tuple[nn.Module, Tensor]] = deque(maxlen=KEPT)
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for part in module.modules():
+                if not any(True for _ in part.children()):
+                    hooks.enter_context(part.register_forward_pre_hook(self._before))
+                    hooks.enter_context(part.register_forward_hook(self._after))
+            yield
+
+    def maker_of(self, result: Tensor) -> nn.Module | None:
+        """The module that returned this very tensor."""
+        made = ((part, one) for part, one in reversed(self._made) if _is_same(one, result))
+        return next((part for part, _ in made), None)
+
+    def see(self, read: Any) -> None:
+        """Look whether what is read is the vector of one token."""
+        tokens = self._tokens
+        if self.read_at is not None or tokens is None or not torch.is_tensor(read):
+            return
+        if read.numel() == tokens.shape[-1]:
+            rows = (tokens[0] == read.reshape(-1)).all(-1).nonzero().flatten().tolist()
+            self.read_at = rows[0] if len(rows) == 1 else None
+
+    def _before(self, part: nn.Module, args: Any) -> None:
+        self.see(first_of(args))
+
+    def _after(self, part: nn.Module, args: Any, output: Any) -> None:
+        first = first_of(output)
+        if torch.is_tensor(first):
+            self._made.append((part, first))
+            if first.dim() == 3 and first.shape[:2] == (1, self.length):
+                self._tokens, self.read_at = first, None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,0 +1,234 @@
+"""Circuits: the model's own run with some edges only, or without some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.capture import resolve_model, unwrap
+from captum_ssm.errors import InputError
+from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
+from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.left import with_edges
+from captum_ssm.interventions.reference import Reference, check_formulation, whole_mixer
+from captum_ssm.interventions.selection import Layers, chosen_layers, path_of
+from captum_ssm.operators import SoftmaxOperator, TokenOperator
+from captum_ssm.utils.integers import as_index
+
+# One edge: (layer, target, source) or (layer, target, source, head).
+Listed: TypeAlias = Edge | tuple[int | str, int, int] | tuple[int | str, int, int, int]
+Edges: TypeAlias = Iterable[Listed] | Mapping[int | str, Tensor] | Tensor
+
+COEFFICIENTS = ("run", "whole")
+
+
+@contextmanager
+def circuit(
+    model: Any,
+    edges: Edges,
+    *,
+    remove: bool = False,
+    formulation: str = "hidden",
+    ablation: str | Reference = "zero",
+    coefficients: str = "run",
+    layers: Layers = None,
+    check: bool = True,
+) -> Iterator[None]:
+    r"""Run the model, inside the block, with these edges of its mixers only, or without them.
+
+    An edge is what one token reads from another one in a layer, :math:`\alpha_{ij} v_j`. Gates,
+    norms, skip connections, the residual stream and what lies between the mixers are no edges, and
+    stay. With all edges the run is the model's own, bit by bit; without any it is that of a
+    :func:`knockout` of all tokens, which is the case of edges from all of some tokens to all of
+    others. Each mixer is frozen at the input that the layer has in this run.
+
+    A token that keeps all or none of its edges costs nothing; for each other one in a layer, a row
+    of every map is computed, in tiles of bounded memory. Edges that are listed take memory linear
+    in the tokens. Gradients go through what is left and its coefficients, as in :func:`knockout`.
+
+    Args:
+        model (nn.Module or nnsight model): the model that the block runs.
+        edges (iterable, dict or Tensor): one of
+
+            - :class:`~captum_ssm.attr.Edge` objects, or tuples ``(layer, target, source)`` or
+              ``(layer, target, source, head)``: layers by index or module path, positions and
+              heads negative from the end;
+            - a dict from layers to bool masks ``(L, L)``, ``(B, L, L)`` or ``(B, M, L, L)`` of
+              target and source, for M heads or channels; layers that are not in it have no edges;
+            - a bool mask of all layers, ``(layers, L, L)`` or ``(B, layers, L, L)``.
+        remove (bool, optional): remove these edges, and keep all others. Default: False
+        formulation (str, optional): ``"hidden"``: an edge starts at the scan's value, after the
+            short convolution; the norm after the scan is computed anew. ``"unified"``: it starts
+            at the mixer's input, goes through the convolution, and holds all parts of the mixer up
+            to its output projection, skip connection included; norm and gate stay.
+            Default: ``"hidden"``
+        ablation (str or Reference, optional): ``"zero"``: a removed edge carries nothing. A
+            :class:`Reference`: it carries what it does on other inputs. Default: ``"zero"``
+        coefficients (str, optional): ``"run"``: coefficients are those of the changed run.
+            ``"whole"``: coefficients, gates and norms of each chosen mixer are those of the run
+            without the intervention on the same input, so that only what the edges carry changes;
+            the model runs twice. Default: ``"run"``
+        layers (int, str, slice or sequence, optional): mixers, by index or path, whose other edges
+            are removed; all edges of other layers stay. None for all. Default: None
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Raises:
+        ValueError: for an unknown formulation, ablation, coefficients or layer, a layer that
+            another intervention edits, or a reference of another formulation.
+        TypeError: for edges of another kind.
+        UnsupportedModelError: on leaving, where the block did not reach a layer; for a mixer whose
+            norm cannot be computed anew.
+        InputError: from the run, for edges outside the sequence, the heads or the batch, from a
+            later token where none is read, masks of another shape, or a reference of other sizes.
+        ReconstructionError: from the run, for a mixer that computes something else.
+
+    Examples::
+
+        >>> with captum_ssm.interventions.circuit(model, [(0, 6, 2), (1, 6, 6)]):
+        ...     logits = model(input_ids).logits
+        >>> mask = torch.ones(2, 7, 7, dtype=torch.bool)
+        >>> with captum_ssm.interventions.circuit(model, mask):
+        ...     torch.equal(model(input_ids).logits, model(input_ids).logits)
+        True
+    """
+    check_formulation(formulation)
+    if coefficients not in COEFFICIENTS:
+        raise ValueError(f"coefficients is {coefficients!r}; expected one of {COEFFICIENTS}.")
+    reference = _reference(ablation, formulation)
+    root = unwrap(resolve_model(model, None))
+    given = _by_layer(list(chosen_layers(root, None)), edges)
+    chosen = list(chosen_layers(root, layers))
+    if remove:
+        chosen = [path for path in chosen if path in given]
+
+    def edit(opened: OpenMixer) -> Tensor:
+        source = opened if opened.unedited is None else opened.unedited
+        operator = whole_mixer(source.mixer, formulation)
+        kept = _edge_set(opened, given.get(opened.path, []), remove, formulation)
+        elsewhere = None if reference is None else reference.at(opened)
+        return with_edges(opened, kept, operator, elsewhere)
+
+    if not chosen:  # nothing is removed
+        yield
+        return
+    with edited(model, chosen, edit, check=check, unedited=coefficients == "whole"):
+        yield
+
+
+def _reference(ablation: str | Reference, formulation: str) -> Reference | None:
+    if isinstance(ablation, str) and ablation == "zero":
+        return None
+    if not isinstance(ablation, Reference):
+        raise ValueError(f"ablation is {ablation!r}; expected 'zero' or a Reference.")
+    if ablation.formulation != formulation:
+        raise ValueError(
+            f"the reference has {ablation.formulation!r} edges and formulation is {formulation!r}; "
+            "expected the same. Pass formulation= to Reference.of too."
+        )
+    return ablation
+
+
+def _by_layer(paths: list[str], edges: Any) -> dict[str, Any]:
+    # For each path a mask, or a list of Edge.
+    if torch.is_tensor(edges):
+        axis = edges.dim() - 3
+        _check_mask(edges, "edges")
+        if axis not in (0, 1) or edges.shape[axis] != len(paths):
+            raise ValueError(
+                f"edges is a mask of shape {tuple(edges.shape)} for a model of {len(paths)} "
+                f"mixers; expected ({len(paths)}, L, L) or (B, {len(paths)}, L, L)."
+            )
+        return dict(zip(paths, edges.unbind(axis), strict=True))
+    if isinstance(edges, Mapping):
+        for layer, mask in edges.items():
+            _check_mask(mask, f"edges[{layer!r}]")
+        return {path_of(layer, paths, "edges"): mask for layer, mask in edges.items()}
+    listed: dict[str, list[Edge]] = {}
+    if isinstance(edges, (str, Edge)) or not isinstance(edges, Iterable):
+        raise TypeError(f"edges is {edges!r}; expected edges in a list, a dict or a bool Tensor.")
+    for item in edges:
+        edge = _edge(item)
+        listed.setdefault(path_of(edge.layer, paths, "edges"), []).append(edge)
+    return listed
+
+
+def _check_mask(mask: Any, what: str) -> None:
+    if not torch.is_tensor(mask) or mask.dtype != torch.bool:
+        kind = mask.dtype if torch.is_tensor(mask) else type(mask).__name__
+        raise TypeError(f"{what} is of type {kind}; expected a bool Tensor, True for an edge.")
+
+
+def _edge(item: Any) -> Edge:
+    if isinstance(item, Edge):
+        return item
+    numbers = [as_index(x) for x in item[1:]] if isinstance(item, (tuple, list)) else []
+    if len(numbers) not in (2, 3) or None in numbers:
+        raise TypeError(
+            f"edges holds {item!r}; expected an Edge, (layer, target, source) or "
+            "(layer, target, source, head), with integers."
+        )
+    target, source, *head = numbers
+    return Edge(item[0], target, source, head=head[0] if head else None)  # type: ignore[arg-type]
+
+
+def _edge_set(opened: OpenMixer, given: Any, remove: bool, formulation: str) -> EdgeSet:
+    # The edges of a mixer that are kept.
+    operator = opened.mixer.operator("hidden")
+    B, L, _, M = operator.sizes
+    if torch.is_tensor(given):
+        fits = given.shape in ((L, L), (1, L, L), (B, L, L))
+        fits = fits or (given.dim() == 4 and given.shape in ((b, M, L, L) for b in (1, B)))
+        if not fits:
+            raise InputError(
+                f"the mask of edges is {tuple(given.shape)} for {opened.path}, which is given {L} "
+                f"tokens in {B} examples and has {M} heads or channels: expected ({L}, {L}), "
+                f"({B}, {L}, {L}) or ({B}, {M}, {L}, {L})."
+            )
+        mask = given.to(operator.device)
+        mask = mask if given.dim() == 4 else mask.view(-1, 1, L, L)
+        return MaskedEdges(~mask if remove else mask)
+    index = torch.empty(len(given), 4, dtype=torch.long)
+    sizes = {"example": B, "head": M, "target": L, "source": L}
+    for k, edge in enumerate(given):
+        for column, (name, size) in enumerate(sizes.items()):
+            value = getattr(edge, name)
+            if value is not None and not -size <= value < size:
+                raise InputError(
+                    f"edges holds {edge} with {name} {value}, and {opened.path} has {B} examples, "
+                    f"{M} heads or channels and {L} tokens: expected 0 .. {size - 1} (or "
+                    f"-{size} .. -1 from the end)."
+                )
+            index[k, column] = -1 if value is None else value % size
+    reads_later = opened.mixer.operator(formulation)
+    _check_order(opened.path, index, reads_later)
+    index = index.to(operator.device)
+    of_all = index[:, 0] < 0
+    if bool(of_all.all()):
+        index[:, 0] = 0
+        return ListedEdges(index, (1, M, L), not remove)
+    repeated = index[of_all].repeat(B, 1)
+    repeated[:, 0] = torch.arange(B, device=index.device).repeat_interleave(int(of_all.sum()))
+    return ListedEdges(torch.cat([index[~of_all], repeated]), (B, M, L), not remove)
+
+
+def _check_order(path: str, index: Tensor, operator: TokenOperator) -> None:
+    later = index[index[:, 3] > index[:, 2]]
+    if len(later) and not _reads_later(operator):
+        target, source = later[0, 2:].tolist()
+        raise InputError(
+            f"edges holds the edge {source} -> {target} of {path}, which reads no later tokens; "
+            "expected the target first, then the source, which is not after it."
+        )
+
+
+def _reads_later(operator: TokenOperator) -> bool:
+    if not isinstance(operator, SoftmaxOperator) or operator.bias is None:
+        return not operator.is_causal
+    later = torch.ones(operator.length, operator.length, device=operator.device).triu(1).bool()
+    bias = operator.bias.expand(*operator.bias.shape[:2], operator.length, operator.length)
+    return bool((bias > -torch.inf)[..., later].any())

@@ -1,0 +1,76 @@
+"""What a mixer returns with some of its edges only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from captum_ssm.interventions.edges import EdgesElsewhere, EdgeSet, EdgeSum
+from captum_ssm.interventions.editing import OpenMixer
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.operators import TokenOperator
+
+
+def sums_of(opened: OpenMixer, operator: TokenOperator | None) -> list[EdgeSum]:
+    """The sums over edges that a mixer computes: one for each scan, or one of the whole mixer.
+
+    Their coefficients are those of the run without the intervention, where that is known.
+
+    Args:
+        opened (OpenMixer): the mixer.
+        operator (TokenOperator, optional): of the mixer from its inputs up to the output
+            projection; its edges are then meant. None for those of the scans.
+    """
+    unedited = opened.unedited
+    if operator is not None:
+        v, whole = opened.mixer.inputs, opened.gated
+        if unedited is not None:
+            whole = unedited.gated + operator.matvec(v - unedited.mixer.inputs)
+        return [EdgeSum(operator, v, whole, whole - operator.matvec(v))]
+    scans = [scan for scan, _, _ in opened.mixer.scans_in_order()]
+    if unedited is None:
+        return [_of_scan(scan, scan.values, y) for scan, y in zip(scans, opened.mixed, strict=True)]
+    before = (scan for scan, _, _ in unedited.mixer.scans_in_order())
+    return [
+        _of_scan(scan, now.values, scan.mix(now.values))
+        for scan, now in zip(before, scans, strict=True)
+    ]
+
+
+def _of_scan(scan: FrozenMixer, values: Tensor, mixed: Tensor) -> EdgeSum:
+    rest = torch.zeros_like(values) if scan.skip is None else scan.skip * values
+    return EdgeSum(scan.recurrence, values, mixed, rest)
+
+
+def with_edges(
+    opened: OpenMixer,
+    edges: EdgeSet,
+    operator: TokenOperator | None,
+    elsewhere: Sequence[EdgesElsewhere] | None = None,
+) -> Tensor:
+    """What a mixer returns with some of its edges.
+
+    Args:
+        opened (OpenMixer): the mixer.
+        edges (EdgeSet): which edges are kept.
+        operator (TokenOperator, optional): as for :func:`sums_of`.
+        elsewhere (sequence of EdgesElsewhere, optional): for each sum, what its other edges carry;
+            None for nothing. Default: None
+    """
+    sums = sums_of(opened, operator)
+    if elsewhere is not None:
+        pairs = zip(sums, elsewhere, strict=True)
+        sums = [replace(one, reference=reference) for one, reference in pairs]
+    if operator is not None:
+        return opened.returning(edges.left(sums[0]))
+    orders = [order for _, order, _ in opened.mixer.scans_in_order()]
+    left = [
+        (edges if order is None else edges.ordered(order)).left(one)
+        for one, order in zip(sums, orders, strict=True)
+    ]
+    if opened.unedited is None:
+        return opened.returning_mixed(left)
+    return opened.returning(opened.unedited.mixer.gated_output(left))

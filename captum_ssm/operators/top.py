@@ -1,0 +1,111 @@
+"""The largest entries of the channel sum of an operator, without ever holding all of them.
+
+Rows are computed in tiles, in the order of a bound of their entries that takes linear time. A tile
+whose bound is below the entries that are already known to be the largest is never computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from captum_ssm.utils.memory import tile_entries
+
+if TYPE_CHECKING:
+    from captum_ssm.operators.base import TokenOperator
+
+ORDERS = ("size", "signed")
+MOST_ROWS = 512
+
+
+class TopEntries(NamedTuple):
+    """Entries of the channel sum of an operator, the largest first, and the sum of the others.
+
+    Attributes:
+        values (Tensor): ``(B, k)``.
+        targets (Tensor): ``(B, k)`` int64, the row of each: the token that reads.
+        sources (Tensor): ``(B, k)`` int64, its column: the token that is read.
+        rest (Tensor): ``(B,)``, the sum of all other entries, from a product in linear time.
+
+    Examples::
+
+        >>> top = SkipOperator(torch.tensor([[[1.0], [-3.0], [2.0]]])).top(2)
+        >>> top.values.tolist(), top.targets.tolist(), top.rest.tolist()
+        ([[-3.0, 2.0]], [[1, 2]], [1.0])
+    """
+
+    values: Tensor
+    targets: Tensor
+    sources: Tensor
+    rest: Tensor
+
+
+@torch.no_grad()
+def top_entries(operator: TokenOperator, k: int, by: str = "size") -> TopEntries:
+    """See :meth:`TokenOperator.top`."""
+    if by not in ORDERS:
+        raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
+    if k < 1:
+        raise ValueError(f"k is {k}; expected at least 1 entry.")
+    B, L, D, _ = operator.sizes
+    found = _Largest(operator, min(k, L * (L + 1) // 2 if operator.is_causal else L * L), by)
+    rows = max(1, min(MOST_ROWS, tile_entries(1 << 24) // max(1, B * L)))
+    bounds = [tile.amax(1) for tile in operator.row_bounds().split(rows, 1)]  # (B,) each
+    for at in sorted(range(len(bounds)), key=lambda t: float(bounds[t].max()), reverse=True):
+        if found.may_gain(bounds[at]):
+            start, stop = at * rows, min(L, (at + 1) * rows)
+            found.take(start, operator.row_tile(start, stop) * D)
+    ones = torch.ones(B, L, D, dtype=operator.dtype, device=operator.device)
+    total = operator.matvec(ones).double().sum((1, 2)) - found.values.double().sum(1)
+    return TopEntries(found.values, *found.places, total.to(operator.dtype))
+
+
+class _Largest:
+    # The largest entries so far.
+    def __init__(self, operator: TokenOperator, k: int, by: str) -> None:
+        self.k, self.by_size, self.is_causal = k, by == "size", operator.is_causal
+        self.length = operator.length
+        self.values = torch.zeros(operator.batch, 0, dtype=operator.dtype, device=operator.device)
+        self.at = torch.zeros(operator.batch, 0, dtype=torch.int64, device=operator.device)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self.at // self.length, self.at % self.length
+
+    def may_gain(self, bounds: Tensor) -> bool:
+        """Whether entries of at most this size, (B,), may be among the largest."""
+        if self.values.shape[1] < self.k:
+            return True
+        return bool((bounds > self._order(self.values[:, -1])).any())
+
+    def take(self, start: int, tile: Tensor) -> None:
+        """The rows (B, R, L) from ``start`` on."""
+        if self.values.shape[1] == self.k:
+            # Rows whose largest entry is too small are many, and found without sorting.
+            largest = self._order(torch.stack(tile.aminmax(dim=-1))).amax(0)  # (B, R)
+            rows = (largest > self._order(self.values[:, -1:])).any(0).nonzero()[:, 0]
+            if len(rows) == 0:
+                return
+            tile = tile[:, rows]
+        else:
+            rows = torch.arange(tile.shape[1], device=tile.device)
+        columns = torch.arange(self.length, device=tile.device)
+        at = (start + rows)[:, None] * self.length + columns  # (R, L)
+        if self.is_causal:
+            tile, at = (x[..., : start + int(rows[-1]) + 1] for x in (tile, at))
+            is_read = at % self.length <= at // self.length
+            tile, at = tile[:, is_read], at[is_read]
+        values, at = tile.flatten(1), at.flatten().expand(len(tile), -1)
+        top = self._largest(values)
+        values = torch.cat([self.values, values.gather(1, top)], 1)
+        at = torch.cat([self.at, at.gather(1, top)], 1)
+        top = self._largest(values)
+        self.values, self.at = values.gather(1, top), at.gather(1, top)
+
+    def _largest(self, values: Tensor) -> Tensor:
+        return self._order(values).topk(min(self.k, values.shape[1]), 1).indices
+
+    def _order(self, values: Tensor) -> Tensor:
+        return values.abs() if self.by_size else values
