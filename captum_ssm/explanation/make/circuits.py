@@ -102,12 +102,12 @@ def _curve(
     full = float(whole @ contrast)
     if abs(full - none) < 1e-6:
         return {}
-    curve = [[k, float(f"{(score - none) / (full - none):.4g}")] for k, score in scores.items()]
+    curve = [(k, float(f"{(score - none) / (full - none):.4g}")) for k, score in scores.items()]
     if not curve:
         return {}
-    few = next((k for k, share in curve if abs(share - 1) <= 0.1), curve[-1][0])
+    few = next((k for k, share in curve if abs(share - 1) <= 0.1), max(scores))
     right = int(rows[few].argmax()) == question.answer
-    return {"curve": curve, "alone": {"edges": few, "right": right}}
+    return {"curve": [list(point) for point in curve], "alone": {"edges": few, "right": right}}
 
 
 def _asked(questions: Questions) -> Iterator[tuple[Output, Answer, Question]]:
