@@ -80,6 +80,7 @@ def explain(
     circuit: bool = False,
     processor: Any = None,
     labels: Sequence[str] | Mapping[int, str] | None = None,
+    features: Sequence[str] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     title: str | None = None,
@@ -180,6 +181,8 @@ def explain(
         labels (sequence or dict of str, optional): the names of the model's classes; None for
             those of its configuration. The outputs of a model of series or tables are classes if
             they have names, else numbers. Default: None
+        features (sequence of str, optional): the names of the features of a series, or of the
+            columns of a table's row; None for those of a pandas table, else numbers. Default: None
         mean, std (sequence of float, optional): how pixels are normalized: bytes are, and floats
             are shown as they were before. None for those of the processor; without one bytes are
             only scaled, and of floats the range is shown. Default: None
@@ -229,6 +232,8 @@ def explain(
         tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
     about = TextSetup(tokenizer, position, spans)
     questions: Sequence[Answerable]
+    if features is not None and (messages is not None or texts is not None):
+        raise TypeError("features names those of a series or a table, and the input is a text.")
     if messages is not None:
         is_written = writing is not None
         questions = chat_questions(setup, messages, target, against, labels, about, is_written)
@@ -239,6 +244,7 @@ def explain(
         found = given(setup.model, image, own if processor is None else processor, mean, std)
         if found.note:
             setup.note(found.note)
+        found = found.named(features)
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
     with showing(None if show_progress else False):

@@ -75,8 +75,8 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
         },
         "maps": [_maps(maps) for maps in example.maps],
         "validation": _validation(example.validation),
-        "circuits": _circuits(example),
         "opening": opening_of(example, next(iter(found))) if is_written and found else None,
+        "circuits": _circuits(example),
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)

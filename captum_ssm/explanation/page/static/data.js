@@ -69,8 +69,8 @@ export class Example {
     const { name, outputs, deltas, maps, tokens = [], unknown = [], special = [], prompt = 0 } = data;
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.check = data.validation;
-    this.circuits = (data.circuits ?? []).map((circuit) => new FlowGraph(circuit));
     this.readsMost = data.opening ?? null; // where the page of an answer of several tokens opens
+    this.circuits = (data.circuits ?? []).map((circuit) => new FlowGraph(circuit));
     this.special = new Set(special);
     this.unknown = new Map(unknown); // what the model reads in the place of unknown words
     this.isImage = Boolean(data.image);

@@ -17,7 +17,7 @@ export const shareOf = (part, whole) => (part < 0 ? `−${percent(-part / whole)
 const clippedToken = (text) => element("bdi", { class: "token" }, clipped(text));
 
 // A token with its place, since a text may hold it twice.
-function atPlace({ tokens }, t, kind = "") {
+function wordAt({ tokens }, t, kind = "") {
   return element("span", { class: `placed ${kind}` }, "“", clippedToken(tokens[t]), "”", element("small", {}, t));
 }
 
@@ -36,13 +36,13 @@ export function pathSentence(graph, path) {
   const reads = path.steps.filter(({ id }) => id);
   const much = [element("b", {}, `${percent(path.share)} of the score`)];
   if (!reads.length) {
-    return [atPlace(graph, path.start, "first"), " keeps its own through all layers: ", much, "."];
+    return [wordAt(graph, path.start, "first"), " keeps its own through all layers: ", much, "."];
   }
   const steps = reads.map(({ to, layer }, n) => [
     n === 0 ? ": " : n === reads.length - 1 ? ", and " : ", ",
-    atPlace(graph, to), ` reads ${n ? "that" : "it"} in `, element("b", {}, layerNamed(graph, layer)),
+    wordAt(graph, to), ` reads ${n ? "that" : "it"} in `, element("b", {}, layerNamed(graph, layer)),
   ]);
-  return [atPlace(graph, path.start, "first"), ` ${verdictOf(graph, path)}`, steps, ". ", much, " goes this way."];
+  return [wordAt(graph, path.start, "first"), ` ${verdictOf(graph, path)}`, steps, ". ", much, " goes this way."];
 }
 
 // A path in a line: its tokens, and the layers that move it.
@@ -57,7 +57,7 @@ export function pathLine(graph, path) {
 
 export function flowTitle(graph, thing) {
   const { stage, kind, layer, end, source, target } = thing;
-  const of = ({ token }) => atPlace(graph, token);
+  const of = ({ token }) => wordAt(graph, token);
   if (!source) {
     return [of(thing), stage === 0 ? ", as it is read" : stage === graph.depth ? ", where the answer is read"
       : `, after layer ${stage - 1}`];
