@@ -80,7 +80,7 @@ def flow_graph(
     axes.set_axis_off()
     if title:
         place = 8, drawn.height + head - 8
-        options = {"va": "top", "fontsize": LARGE, "weight": "bold", "color": INK}
+        options: dict[str, Any] = {"va": "top", "fontsize": LARGE, "weight": "bold", "color": INK}
         axes.text(*place, printable(title), **options)
     _ground(axes, drawn)
     _links(axes, drawn)
@@ -96,9 +96,9 @@ def _ground(axes: Any, drawn: FlowLayout) -> None:
             box = (left, band.low), right - left, band.high - band.low
             axes.add_patch(Rectangle(*box, facecolor=SUNKEN, linewidth=0))
         _layer_name(axes, drawn, band)
-    said = "width: relevance,", "for the answer", "against it"
+    key = "width: relevance,", "for the answer", "against it"
     x = float(left)
-    for text, color in zip(said, (SOFT, _color(1, 0.84), _color(-1, 0.84)), strict=True):
+    for text, color in zip(key, (SOFT, _color(1, 0.84), _color(-1, 0.84)), strict=True):
         top = drawn.y[drawn.W] + 20
         axes.text(x, top, text, va="center", fontsize=6.5, color=color)
         x += 3.5 * len(text) + 4

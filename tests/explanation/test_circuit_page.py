@@ -173,7 +173,9 @@ def test_the_slider_and_its_curve_choose_how_many_edges(opened):
     assert len(drawn(tab)) == start
     share = dict(map(tuple, GRAPH["curve"]))
     said = tab.locator(".carried")
-    assert said.inner_text() == f"{start} of {GRAPH['of']} carry {share[start]:.0%} of the score"
+    assert (
+        said.inner_text() == f"{start} of {GRAPH['of']} alone keep {share[start]:.0%} of the score"
+    )
     slider.focus()
     tab.keyboard.press("Home")
     assert address(tab) == "#edges=1"

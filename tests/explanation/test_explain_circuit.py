@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import captum_ssm
-from captum_ssm import explain
+from captum_ssm import explain, interventions
 from captum_ssm.attr import RelevanceFlow
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.explanation import Explanation
@@ -40,6 +40,40 @@ def test_it_is_the_graph_of_the_method(stories, tmp_path):
     explanation.save(tmp_path / "why.json")
     assert Explanation.load(tmp_path / "why.json").examples[0].circuits == example.circuits
     assert '"circuits":[{"tokens"' in explanation.to_html()
+
+
+def test_the_curve_is_of_runs_with_these_edges_alone(stories):
+    model, tokenizer = stories
+    (example,) = explain(model, tokenizer, TEXT, circuit=True).examples
+    (found,) = example.circuits
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    answer, L, W = example.outputs[0].answers[0].id, ids.shape[1], len(found["layers"])
+
+    @torch.no_grad()
+    def logits(mask):
+        options = {"formulation": found["formulation"], "coefficients": "whole"}
+        with interventions.circuit(model, mask, **options):
+            return model(ids).logits[0, -1]
+
+    def mask(k):
+        kept = torch.eye(L, dtype=torch.bool).repeat(W, 1, 1)
+        for layer, source, target, *_ in found["edges"][:k]:
+            kept[layer, target, source] = True
+        return kept
+
+    whole = model(ids).logits[0, -1].detach()
+    others = whole.clone()
+    others[answer] = -torch.inf
+    weights = others.softmax(-1)
+
+    def score(row):
+        return float(row[answer] - weights @ row)
+
+    none, full = score(logits(mask(0))), score(whole)
+    for k, share in found["curve"]:
+        assert share == pytest.approx((score(logits(mask(k))) - none) / (full - none), abs=2e-3)
+    k = found["alone"]["edges"]
+    assert found["alone"]["right"] == (int(logits(mask(k)).argmax()) == answer)
 
 
 def test_each_output_has_its_own(stories):

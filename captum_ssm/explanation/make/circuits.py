@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from captum_ssm.attr import FlowGraph, RelevanceFlow
@@ -12,10 +13,13 @@ from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.questions import FAILS, Questions
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.explanation.parts import NEXT
+from captum_ssm.interventions import circuit
 from captum_ssm.utils.progress import progress
 
 SHARE = 0.9  # of the size of all edges, which those of a graph hold
 PATHS = 5
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 80)  # edges with which the model runs alone
+CURVES = 8  # outputs of one text, at most, for which these runs are made
 SEARCHED = 30  # paths among which one from another token than the output's is looked for
 
 
@@ -57,8 +61,53 @@ def circuits(
         except FAILS as error:
             setup.note(f"no circuit: {str(error).splitlines()[0]}")
             return ()
-        found.append(_told(graph, output, answer))
+        curve = {}
+        if len(questions.outputs) <= CURVES:
+            with torch.no_grad():
+                curve = _curve(questions, read, question, graph)
+        found.append(_told(graph, output, answer, curve))
     return tuple(found)
+
+
+def _curve(
+    questions: Questions, read: Tensor, question: Question, graph: FlowGraph
+) -> dict[str, Any]:
+    # Runs of the model with the largest edges only, and what each token reads from itself: the
+    # share of the score they recover, from that without edges to that with all of them, and
+    # whether the answer comes first. Coefficients are those of the whole run.
+    place = 0 if question.position is None else (0, question.position)
+    whole = questions.run(read)[place].float()
+    others = whole.clone()
+    others[question.answer] = -torch.inf
+    contrast = -others.softmax(-1)
+    contrast[question.answer] = 1.0
+    names = [name for layer in graph.layers for name in layer.name.split(" + ")]
+    own = [(name, t, t) for name in names for t in range(read.shape[1])]
+    rows = {}
+    try:
+        for k in (0, *(k for k in COUNTS if k <= len(graph.edges))):
+            edges = [(edge.layer, edge.target, edge.source) for edge in graph.edges[:k]]
+            with circuit(
+                questions.setup.model,
+                [*own, *edges],
+                formulation=graph.formulation,
+                coefficients="whole",
+            ):
+                rows[k] = questions.run(read)[place].float()
+    except FAILS as error:
+        questions.setup.note(f"no curve of a circuit: {str(error).splitlines()[0]}")
+        return {}
+    scores = {k: float(row @ contrast) for k, row in rows.items()}
+    none = scores.pop(0)
+    full = float(whole @ contrast)
+    if abs(full - none) < 1e-6:
+        return {}
+    curve = [(k, float(f"{(score - none) / (full - none):.4g}")) for k, score in scores.items()]
+    if not curve:
+        return {}
+    few = next((k for k, share in curve if abs(share - 1) <= 0.1), max(scores))
+    right = int(rows[few].argmax()) == question.answer
+    return {"curve": [list(point) for point in curve], "alone": {"edges": few, "right": right}}
 
 
 def _asked(questions: Questions) -> Iterator[tuple[Output, Answer, Question]]:
@@ -68,7 +117,9 @@ def _asked(questions: Questions) -> Iterator[tuple[Output, Answer, Question]]:
             yield output, answer, questions.questions[answer.row]
 
 
-def _told(graph: FlowGraph, output: Output, answer: Answer) -> dict[str, Any]:
+def _told(
+    graph: FlowGraph, output: Output, answer: Answer, curve: dict[str, Any]
+) -> dict[str, Any]:
     # The page tells the path of another token than the one at which the answer is read.
     paths = graph.paths(PATHS)
     if all(path.nodes[0][1] in graph.at for path in paths):
@@ -79,4 +130,5 @@ def _told(graph: FlowGraph, output: Output, answer: Answer) -> dict[str, Any]:
         paths=[
             {"share": path.share, "nodes": [list(node) for node in path.nodes]} for path in paths
         ],
+        **curve,
     ).to_dict()

@@ -35,7 +35,7 @@ export class FlowCurve {
     const share = graph.share(k);
     const edges = element("b", {}, `${k.toLocaleString("en")} of ${graph.of.toLocaleString("en")}`);
     const much = element("b", {}, percent(max(0, share)));
-    fill(this.said, edges, graph.isMeasured ? [k === 1 ? " carries " : " carry ", much, " of the score"]
+    fill(this.said, edges, graph.isMeasured ? [k === 1 ? " alone keeps " : " alone keep ", much, " of the score"]
       : [k === 1 ? " holds " : " hold ", much, " of all that tokens read"]);
     fill(this.honest, this.#honest());
     Object.assign(this.slider, { max: max(0, graph.stops.length - 1), value: graph.stops.indexOf(k),

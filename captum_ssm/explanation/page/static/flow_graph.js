@@ -58,7 +58,8 @@ export class FlowGraph {
     const few = this.points.filter(([k, share]) => k <= min(FEW_EDGES, this.ranked) && share <= 1.1);
     const enough = this.isMeasured ? WANTED : HELD;
     const best = few.find(([, share]) => share >= enough) ?? [...few].sort((a, b) => b[1] - a[1])[0];
-    this.opening = best?.[0] ?? this.stops.at(-1) ?? 0;
+    const most = held.find(([k, share]) => k <= FEW_EDGES && share >= HELD)?.[0] ?? 0;
+    this.opening = this.stops.find((k) => k >= max(best?.[0] ?? 0, most)) ?? this.stops.at(-1) ?? 0;
     const last = this.points.findLastIndex(([, share]) => abs(share - 1) > 0.1);
     this.settled = this.isMeasured ? this.points[last + 1]?.[0] : null;
     this.presets = PRESETS.map((share) => ({ share, k: this.points.find(([k, x]) => x >= share && k <= this.ranked)?.[0] }));
