@@ -308,7 +308,8 @@ class _Layers(TorchFunctionMode):
             return self._convolution(func, args, kwargs)
         if func in _NORMS:
             y = func(*args, **kwargs)
-            _note_norm(self.run, *_named(("input",), args, kwargs), y)
+            (x,) = _named(("input",), args, kwargs)
+            _note_norm(self.run, x, y)
             return y
         y = as_linear(func, args, kwargs, self._product) if func in PRODUCTS else None
         return func(*args, **kwargs) if y is None else y
