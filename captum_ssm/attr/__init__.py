@@ -1,6 +1,7 @@
 """The attribution methods, one a file."""
 
 from captum_ssm.attr.base import TokenAttribution, methods
+from captum_ssm.attr.flow.components import Components
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.attr.flow.graph import FlowGraph
@@ -16,6 +17,7 @@ from captum_ssm.attr.rollout import MambaRollout
 from captum_ssm.attr.unified import UnifiedImplicitAttention
 
 __all__ = [
+    "Components",
     "Edge",
     "FlowGraph",
     "LaTIM",

@@ -8,18 +8,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun, coefficients_of
+from captum_ssm.attr.flow.activations import (
+    Activations,
+    ActivationStandIns,
+    PropagatedRun,
+    coefficients_of,
+)
 from captum_ssm.attr.flow.build import graph_of
+from captum_ssm.attr.flow.components import Components, components_of
+from captum_ssm.attr.flow.direct import DirectRun, DirectStandIns
 from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.attr.flow.graph import FlowGraph
-from captum_ssm.attr.flow.layer_edges import layer_edges, mean_of
+from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.shift import with_shifts
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
 from captum_ssm.attr.options import Arguments
 from captum_ssm.capture import FrozenModel
 from captum_ssm.capture.target import Against
-from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.utils.allocator import workspace
@@ -94,8 +100,8 @@ class RelevanceFlow(MambaLRP):
         Raises:
             ValueError, TypeError: as for ``attribute``, or for an unknown formulation or rule.
             KeyError: for a layer that is not there.
-            UnsupportedModelError: for a mixer that was measured, whose scans have no coefficients,
-                or that works on windows of the tokens.
+            UnsupportedModelError: for a mixer that works on windows of the tokens; or that was
+                measured, where its scans do not work on all tokens one by one.
         """
         if formulation not in FORMULATIONS:
             raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
@@ -151,6 +157,48 @@ class RelevanceFlow(MambaLRP):
             graph = graph_of(edges, example, share)
         return graph if tokens is None else graph.with_tokens(tokens)
 
+    def components(
+        self,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        against: Any = "others",
+        position: Any = None,
+        formulation: str | None = None,
+    ) -> Components:
+        r"""What each part of the model writes directly for the target: direct logit attribution.
+
+        Only the straight way counts, from what a mixer, an MLP or the embedding adds to the
+        residual stream to the score, with norms constant, and not what later layers make of it.
+
+        Args:
+            inputs, target, additional_forward_args, against, position: as for :meth:`edges`.
+            formulation (str, optional): as for :meth:`edges`, of how a mixer's part is split over
+                the tokens. None is as for :meth:`graph`. Default: None
+
+        Raises:
+            ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for a stream that
+                blocks do not add to.
+        """
+        if formulation is not None and formulation not in FORMULATIONS:
+            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        asked = target if against is None else Against(target, against)
+        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        with workspace():
+            run = seen_in_views(retry_with_copies)
+            return run(lambda: self._components(arguments, formulation))
+
+    def _components(self, arguments: Arguments, formulation: str | None) -> Components:
+        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
+        stand_ins, frozen = self._propagated(request, arguments, DirectStandIns)
+        self._warn(frozen)
+        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        run = DirectRun.of(stand_ins, kept, score)
+        with self._computing():
+            layers = _layers(frozen, kept, run.coefficients, formulation)
+            return components_of(run, layers, score)
+
     def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
         # The mean over runs in which all edges are scaled by (k + 1/2) / steps.
         count = as_index(steps)
@@ -191,20 +239,14 @@ class RelevanceFlow(MambaLRP):
         blocks = blocks_of(request.module)
         make = partial(ActivationStandIns, blocks=blocks, rule=rule, scale=scale)
         stand_ins, frozen = self._propagated(request, arguments, make)
-        _check_known(stand_ins, frozen)
         self._warn(frozen)
-        kept, score = stand_ins.made_of, frozen.require_score()
-        if formulation is None:
-            is_shifted = any(one.mixer.has_token_shift for one in kept)
-            formulation = "hidden" if is_shifted else "unified"
-        run = PropagatedRun.of(stand_ins, score, rule, retain_graph=balanced)
+        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        formulation = formulation or _natural(kept)
+        run = PropagatedRun.of(stand_ins, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
-            layers = {
-                layer.name: layer_edges(layer.name, one, coefficients, formulation, layer.order)
-                for layer, one, coefficients in zip(frozen.layers, kept, found, strict=True)
-            }
+            layers = {one.name: one for one in _layers(frozen, kept, found, formulation)}
             nodes = nodes_of(stand_ins.streams, run.coefficient_at)
         if balanced:
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
@@ -212,10 +254,24 @@ class RelevanceFlow(MambaLRP):
         return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
 
 
-def _check_known(stand_ins: ActivationStandIns, frozen: FrozenModel) -> None:
-    if len(stand_ins.made_of) != len(frozen.layers):
-        raise UnsupportedModelError(
-            "a mixer of this model was measured, and runs as it is in relevance propagation, so "
-            "its edges have no coefficients; expected mixers that an adapter is registered for. "
-            "Register one with captum_ssm.register_mixer(module_type, freeze)."
-        )
+def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activations]:
+    pairs = zip(frozen.layers, stand_ins.made_of, strict=True)
+    return [one if isinstance(one, Activations) else one.activations(x) for x, one in pairs]
+
+
+def _natural(kept: Sequence[Activations]) -> str:
+    # The formulation in which the edges of one layer end where those of the next begin, if any.
+    return "hidden" if any(one.mixer.has_token_shift for one in kept) else "unified"
+
+
+def _layers(
+    frozen: FrozenModel,
+    kept: Sequence[Activations],
+    coefficients: Sequence[Activations],
+    formulation: str | None,
+) -> list[LayerEdges]:
+    chosen = formulation or _natural(kept)
+    return [
+        layer_edges(layer, one, found, chosen)
+        for layer, one, found in zip(frozen.layers, kept, coefficients, strict=True)
+    ]

@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from captum_ssm.explanation.circuits import check_circuits
 from captum_ssm.explanation.parts import ExplanationData, Maps, Method
 from captum_ssm.explanation.read import Damaged, example, printable, read
 
@@ -118,11 +119,14 @@ def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
     if not examples:
         raise Damaged("examples", examples, "one or more")
     _put_maps(path, examples)
+    read_examples = tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples))
+    for i, one in enumerate(read_examples):
+        check_circuits(one, f"examples[{i}]")
     return {
         "title": read(str, given["title"], "title"),
         "model": read(str, given["model"], "model"),
         "methods": methods,
-        "examples": tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples)),
+        "examples": read_examples,
         "settings": read(Mapping[str, Any], given["settings"], "settings"),
         "versions": read(Mapping[str, str], given["versions"], "versions"),
     }

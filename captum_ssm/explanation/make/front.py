@@ -77,6 +77,7 @@ def explain(
     maps: bool | str | Sequence[str] = False,
     layers: int | str | Sequence[int | str] | None = None,
     lens: bool = False,
+    circuit: bool = False,
     processor: Any = None,
     labels: Sequence[str] | Mapping[int, str] | None = None,
     features: Sequence[str] | None = None,
@@ -170,6 +171,10 @@ def explain(
         lens (bool, optional): also keep the likeliest answers after each layer, by the model's
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
+        circuit (bool, optional): also keep, for the answer explained first at each output of a
+            text, which token reads which other one in which layer: the flow graphs of
+            :class:`~captum_ssm.attr.RelevanceFlow`, in ``Example.circuits``. Skipped, with a note
+            in ``settings``, for models without such a graph. Default: False
         processor (Callable, optional): the image processor of the model, or a function from a
             picture to a tensor ``(C, H, W)``; it may also stand in the tokenizer's place.
             Default: None
@@ -217,7 +222,7 @@ def explain(
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
     setup = parse_setup(
-        model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate
+        model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate, circuit
     )
     spans = parse_spans(units)
     writing = parse_generation(max_new_tokens, generation, target, position)
@@ -260,6 +265,7 @@ def _explanation(
         "maps": setup.maps,
         "layers": setup.layers,
         "lens": setup.lens,
+        "circuit": setup.circuit,
         "dtype": str(first.dtype).removeprefix("torch."),
         "device": str(first.device),
         "notes": setup.notes,

@@ -1,0 +1,245 @@
+"""What each part of a model writes directly for an answer: its coefficients, and the check."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.attr.flow.activations import (
+    Activations,
+    ActivationStandIns,
+    BlockStream,
+    coefficients_of,
+)
+from captum_ssm.attr.flow.stream import blocks_of
+from captum_ssm.attr.relevance import coefficients_at
+from captum_ssm.capture import Request
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.relevance_rules import goes_through_activation, is_norm, ruled
+from captum_ssm.mixers import MixerCall, find_mixers
+from captum_ssm.utils.nested import tensors_in
+
+# A stream is passed on unchanged where its coefficients differ by so much of the largest.
+_UNCHANGED = 1e-4
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a module of a block that is not a mixer returned.
+
+    Args:
+        path (str): of the module in the model.
+        output (Tensor): in the graph.
+        mixers (int): how many mixers ran before it.
+    """
+
+    path: str
+    output: Tensor = field(repr=False)
+    mixers: int
+
+
+@dataclass(frozen=True)
+class DirectRun:
+    """A run whose score depends on all parts' outputs directly: later parts are constants.
+
+    Args:
+        parts (list of tuple): by part in the order of the run, the index of its mixer or what else
+            wrote, with the coefficient of the score at its output; None where there is none.
+        coefficients (list of Activations): by mixer, inside of it.
+        streams (list of BlockStream): around all blocks.
+        at_streams (dict of int to Tensor): the coefficients of their tensors, by identity.
+    """
+
+    parts: list[tuple[int | Written, Tensor | None]]
+    coefficients: list[Activations]
+    streams: list[BlockStream]
+    at_streams: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, stand_ins: DirectStandIns, kept: Sequence[Activations], score: Tensor) -> DirectRun:
+        """The direct coefficients of a run, in two backward passes."""
+        written, starts = stand_ins.written, stand_ins.starts()
+        order: list[int | Written] = sorted(
+            [*range(len(kept)), *written],
+            key=lambda one: one if isinstance(one, int) else one.mixers - 0.5,
+        )
+        outputs = [kept[one].output if isinstance(one, int) else one.output for one in order]
+        around = [x for s in stand_ins.streams for x in (*s.before, *s.after)]
+        wanted = {id(x): x for x in around if x.requires_grad}
+        tensors = list({id(x): x for x in (*starts, *wanted.values())}.values())
+        found: dict[int, Tensor] = {}
+        with _cut(outputs, found):
+            of_all = coefficients_at(tensors, score, starts, retain_graph=True)
+        by_id = zip(map(id, tensors), of_all, strict=True)
+        at_streams = {one: g for one, g in by_id if g is not None and one in wanted}
+        coefficients = _inside(kept, found, starts)
+        parts = [(one, found.get(id(x))) for one, x in zip(order, outputs, strict=True)]
+        return cls(parts, coefficients, stand_ins.streams, at_streams)
+
+    def check(self) -> None:
+        """Raise unless all blocks pass their stream on as it is, at most times a number.
+
+        Raises:
+            UnsupportedModelError: with the block that does not.
+        """
+        last = self._coefficient(self.streams[-1].after)
+        for n, stream in enumerate(self.streams):
+            for what, tensors in (("before", stream.before), ("after", stream.after)):
+                # A norm of the embeddings, in the first block, is a part of the embedding.
+                given = self._coefficients(tensors) if n or what == "after" else []
+                if not all(_are_parallel(g, last) for g in given):
+                    raise UnsupportedModelError(
+                        f"the residual stream {what} block {n + 1} of {len(self.streams)} does not "
+                        "reach the output by addition alone (it is gated, normed, pooled or mixed, "
+                        "or something is computed on the way that is not in a module of its own), "
+                        "so no part writes directly to the output; expected blocks that return "
+                        "what they are given plus what their mixers and MLPs return. Follow the "
+                        "relevance from layer to layer instead: RelevanceFlow.edges."
+                    )
+
+    def total(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What tensors of the stream say for the answer directly, ``(B, L)``."""
+        return sum(
+            (self.at_streams[id(x)].double() * x.detach().double()).flatten(2).sum(-1)
+            for x in self._own(tensors)
+        )  # type: ignore[return-value]
+
+    def begins_plainly(self) -> bool:
+        """Whether the first block adds to what it is given, and not to a norm of it."""
+        last = self._coefficient(self.streams[-1].after)
+        return all(_are_parallel(g, last) for g in self._coefficients(self.streams[0].before))
+
+    def _own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # What several blocks are given, such as the embeddings once more, is not the stream.
+        uses = Counter(id(x) for stream in self.streams for x in stream.before)
+        return [x for x in tensors if uses[id(x)] <= 1 and id(x) in self.at_streams]
+
+    def _coefficients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.at_streams[id(x)] for x in self._own(tensors)]
+
+    def _coefficient(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self._coefficients(tensors)[0]
+
+
+class DirectStandIns(ActivationStandIns):
+    """The rules of MambaLRP, with the outputs of all modules that write to the stream.
+
+    Args:
+        request (Request): what is run.
+
+    Attributes:
+        written (list of Written): by module that is not a mixer, in forward order.
+    """
+
+    def __init__(self, request: Request) -> None:
+        blocks = set(_blocks(request.module))
+        super().__init__(request, blocks)
+        mixers = {module for _, module, *_ in find_mixers(request.module)}
+        parts = {part for block in blocks for part in _parts(block, mixers)}
+        named = request.module.named_modules()
+        self.parts = {module: name for name, module in named if module in parts}
+        self.written: list[Written] = []
+
+    def picks(self, module: nn.Module) -> bool:
+        return module in self.parts or super().picks(module)
+
+    def begin(self) -> None:
+        super().begin()
+        self.written.clear()
+
+    def other(self, call: MixerCall) -> Tensor | None:
+        path = self.parts.get(call.module)
+        if path is not None and _computes(call):
+            self.written.append(Written(path, call.output, len(self.made_of)))
+            return None
+        return super().other(call) if super().picks(call.module) else None
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    # The blocks that hold mixers, and their like without mixers, such as an MLP of its own.
+    holding = blocks_of(model)
+    kinds = {type(block) for block in holding}
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and holding & set(module):
+            yield from (one for one in module if type(one) in kinds)
+
+
+def _parts(block: nn.Module, mixers: set[nn.Module]) -> Iterator[nn.Module]:
+    # The outermost modules of a block that hold no mixer.
+    for child in block.children():
+        if child in mixers or is_norm(child):
+            continue
+        inner = set(child.modules())
+        if inner & mixers or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(child, mixers)
+        else:
+            yield child
+
+
+def _computes(call: MixerCall) -> bool:
+    # Whether a module is more than one linear step on the way of what other modules return. The
+    # graph shows no activation that is linear piece by piece, such as ReLU: two matrices do.
+    given = [x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad]
+    if not given or call.output.grad_fn is None:
+        return False
+    if sum(p.dim() > 1 for p in call.module.parameters()) > 1:
+        return True
+    start = torch.autograd.graph.get_gradient_edge(given[0]).node
+    return goes_through_activation(call.output.grad_fn, start)
+
+
+class _cut(ExitStack):
+    # Gradients of tensors are put into `found`, and go no further.
+    def __init__(self, tensors: Sequence[Tensor], found: dict[int, Tensor]) -> None:
+        super().__init__()
+        for x in tensors:
+
+            def stop(g: Tensor, key: int = id(x)) -> Tensor:
+                found[key] = g.detach()
+                return torch.zeros_like(g)
+
+            if x.requires_grad:
+                self.callback(x.register_hook(stop).remove)
+
+
+class _started(ExitStack):
+    # Gradients of tensors are these, whatever arrives there.
+    def __init__(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        super().__init__()
+        for x, gradient in zip(tensors, gradients, strict=True):
+            self.callback(x.register_hook(lambda _, g=gradient: g).remove)
+
+
+def _inside(
+    kept: Sequence[Activations], found: dict[int, Tensor], starts: Sequence[Tensor]
+) -> list[Activations]:
+    # The coefficients inside of each mixer, from those at the mixers' outputs alone.
+    outputs = [one.output for one in kept if id(one.output) in found]
+    gradients = [found[id(x)] for x in outputs]
+    own = {id(x) for x in outputs}
+    ends = [torch.autograd.graph.get_gradient_edge(x).node for x in starts]
+
+    def pulled(tensors: list[Tensor]) -> list[Tensor | None]:
+        inner = [x for x in tensors if id(x) not in own]
+        roots = [x.grad_fn for x in outputs]
+        with torch.enable_grad(), ruled(roots, ends), _started(outputs, gradients):
+            pulled = torch.autograd.grad(outputs, inner, gradients, allow_unused=True)
+        by_id = dict(zip(map(id, inner), pulled, strict=True))
+        return [found.get(id(x)) if id(x) in own else by_id[id(x)] for x in tensors]
+
+    return coefficients_of(kept, pulled)
+
+
+def _are_parallel(g: Tensor, last: Tensor) -> bool:
+    # Whether coefficients are others times a number.
+    if g.shape != last.shape:
+        return False
+    a, b = g.double(), last.double()
+    factor = (a * b).sum() / (b * b).sum().clamp(min=1e-300)
+    scale = a.abs().amax().clamp(min=1e-300)
+    return bool((a - factor * b).abs().amax() <= _UNCHANGED * scale)
