@@ -78,6 +78,9 @@ class TimeMix(nn.Module):
     def shifted(self, x: Tensor) -> Tensor:
         return previous(x)
 
+    def normed(self, y: Tensor) -> Tensor:
+        return self.norm(y)
+
     def scan(self, r, w, k, v, a, b):
         return run_rwkv7(r, w, k, v, a, b)
 
@@ -88,9 +91,17 @@ class TimeMix(nn.Module):
         a = torch.sigmoid(a)
         removed = F.normalize(apart(k), dim=-1).flatten(2)
         y = self.scan(r, -F.softplus(-w) - 0.5, k, v, -removed, removed * a)
-        y = self.norm(y.flatten(0, 1)).view_as(x)
+        y = self.normed(y.flatten(0, 1)).view_as(x)
         bonus = (apart(r) * apart(k) * self.r_k).sum(-1, keepdim=True) * apart(v)
         return self.out((y + bonus.flatten(2)) * torch.sigmoid(g))
+
+
+class NormedByFunction(TimeMix):
+    """RWKV-7 whose norm is a module that is never called: its weights are given to a function."""
+
+    def normed(self, y: Tensor) -> Tensor:
+        norm = self.norm
+        return F.group_norm(y, norm.num_groups, norm.weight, norm.bias, norm.eps)
 
 
 class SpatialMix(nn.Module):

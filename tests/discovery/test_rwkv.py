@@ -7,6 +7,7 @@ from methods import METHODS, OF_A_TARGET, each_method
 from proofs import proven
 from rwkv import (
     WIDTH,
+    NormedByFunction,
     SpatialMix,
     TimeMix,
     run_rwkv5,
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from captum_ssm import (
+    LaTIM,
     MambaLRP,
     MambaRollout,
     RawAttention,
@@ -118,6 +120,24 @@ def test_every_method_explains_a_mixer_of_rwkv7(time_mix, method):
     assert found.isfinite().all()
     assert (found[:7] > 0).sum() >= 5  # gradients times maps are clamped at zero
     assert not found[7:].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*token shift")
+def test_a_norm_that_is_called_as_a_function_is_a_norm():
+    """What follows the norm tells its bias and the bonus after it apart."""
+    torch.manual_seed(0)
+    x, found = given(), []
+    for kind in (TimeMix, NormedByFunction):
+        torch.manual_seed(5)
+        mixer = kind()
+        nn.init.normal_(mixer.norm.weight)
+        nn.init.normal_(mixer.norm.bias)
+        whole = stack(mixer)
+        (told,) = supported(whole, x, target=(6, 3)).mixers
+        assert told.known == "measured"
+        assert told.error < 1e-5
+        found.append(LaTIM(whole).attribute(x, position=6, target=(6, 3)))
+    assert torch.equal(*found)
 
 
 def test_a_token_shift_before_the_scan_is_said(time_mix):

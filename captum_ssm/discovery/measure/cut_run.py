@@ -273,10 +273,8 @@ def _norms_noted(module: nn.Module, run: CutRun) -> Iterator[None]:
 
     def note(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         x = args[0] if args else None
-        if threading.get_ident() != thread or not (torch.is_tensor(x) and torch.is_tensor(output)):
-            return
-        if x.requires_grad and output.requires_grad and x.shape == output.shape:
-            run.norms.append(CutNorm(Point.of(x), Point.of(output)))
+        if threading.get_ident() == thread:
+            _note_norm(run, x, output)
 
     with ExitStack() as stack:
         for part in module.modules():
@@ -285,8 +283,17 @@ def _norms_noted(module: nn.Module, run: CutRun) -> Iterator[None]:
         yield
 
 
+def _note_norm(run: CutRun, x: Any, output: Any) -> None:
+    are_tensors = torch.is_tensor(x) and torch.is_tensor(output)
+    if are_tensors and x.requires_grad and output.requires_grad and x.shape == output.shape:
+        norm = CutNorm(Point.of(x), Point.of(output))
+        # A module that calls the function returns the very same.
+        if not run.norms or run.norms[-1].output.edge.node is not norm.output.edge.node:
+            run.norms.append(norm)
+
+
 class _Layers(TorchFunctionMode):
-    # Depthwise convolutions and linear layers, whichever module calls them.
+    # Depthwise convolutions, linear layers and norms, whichever module calls them.
     def __init__(self, run: CutRun) -> None:
         super().__init__()
         self.run = run
@@ -299,6 +306,11 @@ class _Layers(TorchFunctionMode):
             return self._linear(func, args, kwargs)
         if is_depthwise(func, args, kwargs):
             return self._convolution(func, args, kwargs)
+        if func in _NORMS:
+            y = func(*args, **kwargs)
+            (x,) = _named(("input",), args, kwargs)
+            _note_norm(self.run, x, y)
+            return y
         y = as_linear(func, args, kwargs, self._product) if func in PRODUCTS else None
         return func(*args, **kwargs) if y is None else y
 
@@ -373,10 +385,11 @@ def _is_only(value: Any, number: int) -> bool:
     return value is None or set(value if isinstance(value, (tuple, list)) else [value]) == {number}
 
 
+_NORMS = (F.layer_norm, F.group_norm, F.rms_norm)
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> list[Any]:
-    # Arguments of a convolution or of a linear layer, whose order is the same.
+    # Arguments of a convolution or of a linear layer, whose order is the same; a norm's first.
     by_name = dict(zip(_CONVOLUTION, args, strict=False)) | kwargs
     return [by_name.get(name) for name in names]
