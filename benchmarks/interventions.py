@@ -2,12 +2,15 @@
 agrees with knockout.
 
     python benchmarks/interventions.py cost --lengths 1024 16384 --cpu-time
+    python benchmarks/interventions.py circuits --width 256 --layers 4 --cpu-time
     python benchmarks/interventions.py sweep --cpu-time
     python benchmarks/interventions.py patching
     python benchmarks/interventions.py agreement
 
 ``cost``: one knockout run of all layers over the model's own forward, checked first against the run
-with no source, which it has to equal. ``sweep``: TokenKnockout in batches over one run per token.
+with no source, which it has to equal. ``circuits``: one run with 20 edges only over the model's own
+forward; a run with one edge is first checked against a knockout that leaves it. ``sweep``:
+TokenKnockout in batches over one run per token.
 ``patching``: rank correlation of attribution patching (gradients, RelP) with activation patching.
 ``agreement``: rank correlation and top-5 overlap of each method's relevance with TokenKnockout's,
 on copying, passkey, stories and digits, with 95% intervals over examples, and how often its largest
@@ -43,6 +46,7 @@ from captum_ssm.interventions import (
     TokenKnockout,
     activation_patching,
     attribution_patching,
+    circuit,
     knockout,
 )
 from captum_ssm.metrics import bootstrap, knockout_agreement
@@ -102,6 +106,47 @@ def cost(args: argparse.Namespace) -> list[dict[str, Any]]:
                 own, knocked, partial(knocked, check=False), repeats=args.repeats
             )
             row["ratio"] = row["knockout"] / row["forward"]
+            rows.append(row)
+            print(rounded(row))
+    return rows
+
+
+def circuits(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One run with 20 edges only over the model's own forward."""
+    rows = []
+    for kind in args.models:
+        model = shaped(kind, args.width, args.layers, args.vocabulary)
+        for length in args.lengths:
+            generator = torch.Generator().manual_seed(0)
+            ids = torch.randint(1000, (1, length), generator=generator)
+            pairs = torch.rand(20, 2, generator=generator).sort(1, descending=True).values * length
+            edges = [(n % args.layers, *pair) for n, pair in enumerate(pairs.long().tolist())]
+
+            def own(model: Any = model, ids: Tensor = ids) -> Tensor:
+                with torch.no_grad():
+                    return model(ids).logits
+
+            def kept(
+                model: Any = model, ids: Tensor = ids, edges: Any = edges, **more: Any
+            ) -> Tensor:
+                with torch.no_grad(), circuit(model, edges, **more):
+                    return model(ids).logits
+
+            one = {"sources": edges[0][2], "targets": edges[0][1], "layers": 0, "keep": True}
+            with knockout(model, layers=slice(1, None)), knockout(model, **one):
+                truth = own()
+            if not torch.allclose(kept(edges=edges[:1]), truth, atol=1e-4):
+                raise SystemExit(f"{kind}: a circuit of one edge is not a knockout of the others")
+            row = {"model": kind, "tokens": length}
+            runs = {
+                "circuit": kept,
+                "unchecked": partial(kept, check=False),
+                "unified": partial(kept, formulation="unified"),
+                "whole": partial(kept, coefficients="whole"),
+            }
+            row["forward"], *times = seconds(own, *runs.values(), repeats=args.repeats)
+            row |= dict(zip(runs, times, strict=True))
+            row["ratio"] = row["circuit"] / row["forward"]
             rows.append(row)
             print(rounded(row))
     return rows
@@ -352,7 +397,7 @@ def agreement(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Run one of the benchmarks and save its rows."""
     parser = options(__doc__, "interventions", repeats=3)
-    parser.add_argument("what", choices=("cost", "sweep", "patching", "agreement"))
+    parser.add_argument("what", choices=("cost", "circuits", "sweep", "patching", "agreement"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=2)

@@ -17,7 +17,6 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
 import gallery  # noqa: E402
-import tables  # noqa: E402
 
 import captum_ssm  # noqa: E402
 
@@ -68,8 +67,7 @@ html_css_files = ["custom.css"]
 html_show_copyright = False
 html_copy_source = False
 
-# The measured tables and the gallery are made at every build.
-tables.write(DOCS / "_build" / "tables")
+# The gallery is made at every build.
 gallery.write(DOCS / "_build" / "gallery")
 
 # The tutorials, and the first figure of each for its card.

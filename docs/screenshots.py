@@ -45,6 +45,7 @@ PICTURES = {
     "page_image": ("digits", "view=all", (1240, 1120), None),
     "page_series": ("forecast", "", (1240, 900), None),
     "page_chat": ("chat", "template=0&own=1", (1240, 900), None),
+    "page_circuit": ("circuit", "", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
@@ -107,6 +108,12 @@ def chat() -> Explanation:
     )  # fmt: skip
 
 
+def circuit() -> Explanation:
+    """A hybrid: two recurrent layers below one of attention."""
+    model, tokenizer = examples.load("stories-qwen3next")
+    return explain(model, tokenizer, STORY, circuit=True, title="Anna's ball")
+
+
 def digits() -> Explanation:
     model, _ = examples.load("digits-vim")
     images, labels = glyphs("test")
@@ -139,7 +146,7 @@ def main() -> None:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         shown = {PICTURES[picture][0] for picture in args.pictures}
-        for make in (why, stories, contrast, long, copying, chat, digits, forecast):
+        for make in (why, stories, contrast, long, copying, chat, circuit, digits, forecast):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)

@@ -1,4 +1,7 @@
-"""Tables of measured numbers, from the results that the benchmarks wrote."""
+"""Tables of methods and of measured numbers, from the results that the benchmarks wrote.
+
+python docs/tables.py     # writes them into the pages; a test compares
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,18 @@ from typing import Any
 
 from captum_ssm.attr import methods
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+DOCS = Path(__file__).resolve().parent
+BENCHMARKS = DOCS.parent / "benchmarks"
+
+# Around a table inside of a page.
+BEGIN, END = "<!-- python docs/tables.py writes this table. -->", "<!-- The table ends here. -->"
+ABOUT = (
+    "The models are small and were trained for this repository, on tasks whose right answer is "
+    "known. The numbers rank methods on these tasks; the order may differ on yours. [Which method "
+    "to use](choosing.md) says what follows from them.\n\n"
+    "`python docs/tables.py` writes this page from the files in `benchmarks/copying/results`, "
+    "`benchmarks/passkey/results`, `benchmarks/vision/results` and `benchmarks/results`."
+)
 
 RAW, ROLLOUT, ATTRIBUTION = "`RawAttention`", "`MambaRollout`", "`MambaAttribution`"
 UNIFIED = "`UnifiedImplicitAttention`"
@@ -60,10 +74,18 @@ REMOVED = {
 }
 
 
-def write(folder: Path) -> None:
-    """Write ``methods.md``, and ``measured.md``, a section for each set of results there is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "methods.md").write_text(_methods() + "\n", encoding="utf-8")
+def pages() -> dict[Path, str]:
+    """The pages of this folder that hold tables, with the tables as they should be."""
+    command_line = DOCS / "how_to" / "command_line.md"
+    before, _, after = command_line.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = after.partition(END)
+    return {
+        command_line: f"{before}{BEGIN}\n\n{_methods()}\n\n{END}{after}",
+        DOCS / "measured.md": _measured(),
+    }
+
+
+def _measured() -> str:
     vision = _results("vision", "digits-*")
     parts = [*map(_copying, _results("copying")), *map(_passkey, _results("passkey"))]
     parts += [_objects(found) for found in vision if found["about"]["removal"] == "black"]
@@ -71,7 +93,8 @@ def write(folder: Path) -> None:
     row = BENCHMARKS / "results" / "linear_row.json"
     if row.exists():
         parts.append(_row(json.loads(row.read_text())))
-    (folder / "measured.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    head = "# What was measured\n\n<!-- python docs/tables.py writes this page. -->\n\n" + ABOUT
+    return "\n\n".join([head, *parts]) + "\n"
 
 
 def _methods() -> str:
@@ -93,7 +116,7 @@ def _methods() -> str:
 def chance(length: int) -> dict[str, float]:
     """The scores that random maps reach on copied strings, on average.
 
-    A row marks the copied token and its neighbours, so three of ``length`` tokens, and two where
+    A row marks the copied token and its neighbors, so three of ``length`` tokens, and two where
     the copied token is the first or the last.
     """
     harmonic = sum(1 / i for i in range(1, length + 1)) / length
@@ -113,8 +136,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, marks, *rows])
 
 
-def _section(label: str, title: str, text: str, table: str) -> str:
-    return f"(measured-{label})=\n\n### {title}\n\n{text}\n\n{table}"
+def _section(title: str, text: str, table: str) -> str:
+    return f"## {title}\n\n{text}\n\n{table}"
 
 
 def _language(name: str, layer: int | None) -> str:
@@ -144,13 +167,13 @@ def _copying(found: dict[str, Any]) -> str:
     text = (
         f"{found['examples']} held-out strings of {found['length']} letters, copied by a small "
         f"{kind} language model. *Hit*: how often the most relevant source token is the one copied "
-        "or its neighbour. AUC, average precision and recall at K: each row of the map against "
+        "or its neighbor. AUC, average precision and recall at K: each row of the map against "
         "those three tokens. Methods that read one layer are read at the one that did best on "
         "other strings. LaTIM's Taylor approximations are in `benchmarks/copying/results`. "
         "`python benchmarks/copying/evaluate.py` measures it anew."
     )
     head = ["method", "hit ↑", "AUC ↑", "AP ↑", "R@K ↑"]
-    return _section(found["name"], f"Copying a string: {kind}", text, _table(head, rows))
+    return _section(f"Copying a string: {kind}", text, _table(head, rows))
 
 
 def _passkey(found: dict[str, Any]) -> str:
@@ -183,7 +206,7 @@ def _passkey(found: dict[str, Any]) -> str:
         *(f"value, {context} tokens ↑" for context in contexts),
         f"another record, {longest} tokens ↓",
     ]
-    return _section("passkey", "Looking up a value", text, _table(head, rows))
+    return _section("Looking up a value", text, _table(head, rows))
 
 
 def _interval(score: dict[str, float], unit: float = 100, digits: int = 1) -> str:
@@ -203,7 +226,6 @@ def _objects(found: dict[str, Any]) -> str:
         "`python benchmarks/vision/evaluate.py` measures it anew."
     )
     return _section(
-        "objects",
         "Images: does the map show the object?",
         text,
         _table(["method", "mIoU ↑", "mAP ↑", "pixel accuracy ↑"], rows),
@@ -236,7 +258,6 @@ def _perturbation(found: dict[str, Any]) -> str:
         f"{caveat} 95% bootstrap intervals over images. `{command}` measures it anew."
     )
     return _section(
-        f"removal-{about['removal']}",
         f"Images: does removing patches change the prediction? ({about['removal']})",
         text,
         _table(["method", "positive ↓", "negative ↑", "$\\Delta A^F$ ↑"], rows),
@@ -260,4 +281,9 @@ def _row(found: dict[str, Any]) -> str:
         "the last two columns are times over the first. "
         "`python benchmarks/kernels/linear_row.py` measures it anew."
     )
-    return _section("row", "What a row costs", text, _table(head, rows))
+    return _section("What a row costs", text, _table(head, rows))
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

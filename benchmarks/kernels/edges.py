@@ -117,12 +117,16 @@ def longest(model: Any, formulation: str) -> dict[str, Any]:
     forward, top, tiles = seconds(
         lambda: model(ids_of(LONG)),
         lambda: [operator.top(100) for operator in operators],
-        lambda: streamed(operators),
+        lambda: streamed(operators[-1:]),
         repeats=1,
     )
     more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     row = {"model": "mamba", "edges from": formulation, "length": LONG}
-    row |= {"forward_ms": 1e3 * forward, "top100_ms": 1e3 * top, "every_tile_ms": 1e3 * tiles}
+    row |= {
+        "forward_ms": 1e3 * forward,
+        "top100_ms": 1e3 * top,
+        "last_layer_every_tile_ms": 1e3 * tiles,
+    }
     return row | {"top100_over_forward": top / forward, "more_memory_mib": more}
 
 

@@ -34,6 +34,7 @@ from captum_ssm.utils.captum_api import Attribution, TargetType, is_tuple, log_u
 from captum_ssm.utils.memory import memory_limit
 from captum_ssm.utils.progress import showing
 from captum_ssm.utils.retry import retry_with_copies
+from captum_ssm.utils.suggestions import did_you_mean
 
 # Options by the names that they had before.
 RENAMED = {"stage": "grid"}
@@ -184,9 +185,13 @@ class TokenAttribution(Attribution):
             if new in known:
                 raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
             if name not in known and name not in RESULTS:
-                why = OF_CAPTUM.get(name) or (
-                    f"An argument of the model goes into additional_forward_args, such as "
-                    f"{{{name!r}: ...}}."
+                why = (
+                    OF_CAPTUM.get(name)
+                    or did_you_mean(name, known).strip()
+                    or (
+                        f"An argument of the model goes into additional_forward_args, such as "
+                        f"{{{name!r}: ...}}."
+                    )
                 )
                 raise TypeError(
                     f"{self.get_name()}.attribute has no option {name!r}; expected "

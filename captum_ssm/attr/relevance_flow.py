@@ -26,7 +26,6 @@ from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
 from captum_ssm.attr.options import Arguments
 from captum_ssm.capture import FrozenModel
 from captum_ssm.capture.target import Against
-from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.utils.allocator import workspace
@@ -101,8 +100,8 @@ class RelevanceFlow(MambaLRP):
         Raises:
             ValueError, TypeError: as for ``attribute``, or for an unknown formulation or rule.
             KeyError: for a layer that is not there.
-            UnsupportedModelError: for a mixer that was measured, whose scans have no coefficients,
-                or that works on windows of the tokens.
+            UnsupportedModelError: for a mixer that works on windows of the tokens; or that was
+                measured, where its scans do not work on all tokens one by one.
         """
         if formulation not in FORMULATIONS:
             raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
@@ -193,12 +192,11 @@ class RelevanceFlow(MambaLRP):
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
         stand_ins, frozen = self._propagated(request, arguments, DirectStandIns)
-        _check_known(stand_ins, frozen)
         self._warn(frozen)
-        score = frozen.require_score()
-        run = DirectRun.of(stand_ins, score)
+        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        run = DirectRun.of(stand_ins, kept, score)
         with self._computing():
-            layers = _layers(frozen, stand_ins.made_of, run.coefficients, formulation)
+            layers = _layers(frozen, kept, run.coefficients, formulation)
             return components_of(run, layers, score)
 
     def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
@@ -241,11 +239,10 @@ class RelevanceFlow(MambaLRP):
         blocks = blocks_of(request.module)
         make = partial(ActivationStandIns, blocks=blocks, rule=rule, scale=scale)
         stand_ins, frozen = self._propagated(request, arguments, make)
-        _check_known(stand_ins, frozen)
         self._warn(frozen)
-        kept, score = stand_ins.made_of, frozen.require_score()
+        kept, score = _kept(stand_ins, frozen), frozen.require_score()
         formulation = formulation or _natural(kept)
-        run = PropagatedRun.of(stand_ins, score, rule, retain_graph=balanced)
+        run = PropagatedRun.of(stand_ins, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
@@ -255,6 +252,11 @@ class RelevanceFlow(MambaLRP):
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
+
+
+def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activations]:
+    pairs = zip(frozen.layers, stand_ins.made_of, strict=True)
+    return [one if isinstance(one, Activations) else one.activations(x) for x, one in pairs]
 
 
 def _natural(kept: Sequence[Activations]) -> str:
@@ -270,15 +272,6 @@ def _layers(
 ) -> list[LayerEdges]:
     chosen = formulation or _natural(kept)
     return [
-        layer_edges(layer.name, one, found, chosen, layer.order)
+        layer_edges(layer, one, found, chosen)
         for layer, one, found in zip(frozen.layers, kept, coefficients, strict=True)
     ]
-
-
-def _check_known(stand_ins: ActivationStandIns, frozen: FrozenModel) -> None:
-    if len(stand_ins.made_of) != len(frozen.layers):
-        raise UnsupportedModelError(
-            "a mixer of this model was measured, and runs as it is in relevance propagation, so "
-            "its edges have no coefficients; expected mixers that an adapter is registered for. "
-            "Register one with captum_ssm.register_mixer(module_type, freeze)."
-        )

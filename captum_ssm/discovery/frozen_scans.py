@@ -19,11 +19,15 @@ from captum_ssm.mixers.registry import find_adapter, find_mixers
 
 
 @contextmanager
-def scans_frozen(model: nn.Module) -> Iterator[None]:
+def scans_frozen(model: nn.Module, seen: Callable[[Scan], object] | None = None) -> Iterator[None]:
     """Let the scans of measured mixers run with their coefficients held constant.
 
     They return the very values that they return otherwise, linear in their values (and in their
     gate) on the graph. Fused norms run by their equations, whose nodes there are rules for.
+
+    Args:
+        model (nn.Module): what is run.
+        seen (Callable, optional): is given each scan, alive in the graph. Default: None
 
     Raises:
         ReconstructionError: from the run, for a scan that is none on the tokens of this run.
@@ -33,7 +37,7 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     # The rule of PyTorch's softmax attention is attached to the graph.
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
     fused = fused_functions() if measured else {}
-    frozen = _FrozenCalls(measured, functions, fused)
+    frozen = _FrozenCalls(measured, functions, fused, seen)
     with ExitStack() as stack:
         for module in measured:
             stack.enter_context(unfused(module))
@@ -51,7 +55,9 @@ class _FrozenCalls:
         measured: Mapping[nn.Module, frozenset[Callable[..., Any]]],
         functions: frozenset[Callable[..., Any]],
         fused: Mapping[Callable[..., Any], Callable[[FunctionCall], Any]],
+        seen: Callable[[Scan], object] | None,
     ) -> None:
+        self.seen = seen
         self.measured, self.functions, self.fused = measured, functions, fused
         self.calls, self.thread = ScanCalls(self._take), threading.get_ident()
         self.taken: list[int] = []  # before each module on the stack
@@ -97,4 +103,6 @@ class _FrozenCalls:
                 "exponential counts as a constant and no relevance would go through. Use "
                 "MambaRollout, or register an adapter with captum_ssm.register_mixer."
             )
+        if self.seen is not None:
+            self.seen(scan)
         return scan.result(scan.mixed, result)

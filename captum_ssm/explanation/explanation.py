@@ -157,7 +157,7 @@ class Explanation(ExplanationData):
 
         Raises:
             ValueError: for another ending, or numbers that are not finite.
-            OSError: where it cannot be written.
+            OSError: where it cannot be written, such as in a folder that does not exist.
         """
         _file.save(self, path)
 
@@ -212,13 +212,14 @@ class Explanation(ExplanationData):
             str: the page.
 
         Raises:
-            OSError: where it cannot be written.
+            OSError: where it cannot be written, such as in a folder that does not exist.
         """
         from captum_ssm.explanation.page import page_html
 
+        file = None if path is None else _file.check_place(path)
         page = page_html(self)
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8", newline="\n")
+        if file is not None:
+            file.write_text(page, encoding="utf-8", newline="\n")
         return page
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

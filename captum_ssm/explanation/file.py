@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from captum_ssm.explanation.circuits import check_circuits
 from captum_ssm.explanation.parts import ExplanationData, Maps, Method
 from captum_ssm.explanation.read import Damaged, example, printable, read
 
@@ -32,6 +33,7 @@ def save(explanation: ExplanationData, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".json":
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .json.")
+    check_place(path)
     tensors = {
         f"{e}/{m}/{layer}": np.ascontiguousarray(values)
         for e, example in enumerate(explanation.examples)
@@ -46,6 +48,26 @@ def save(explanation: ExplanationData, path: str | Path) -> None:
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
     if tensors:
         save_file(tensors, path.with_suffix(".safetensors"))
+
+
+def check_place(path: str | Path) -> Path:
+    """The path of a file to be written, whose folder is there.
+
+    Raises:
+        FileNotFoundError: where there is no such folder.
+        IsADirectoryError: where the path is a folder itself.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"path is {str(path)!r}, which is a folder; expected the name of a file in it."
+        )
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"path is {str(path)!r}, and there is no folder {str(path.parent)!r}; create it first, "
+            f"as by Path({str(path.parent)!r}).mkdir(parents=True), or name another one."
+        )
+    return path
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -97,11 +119,14 @@ def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
     if not examples:
         raise Damaged("examples", examples, "one or more")
     _put_maps(path, examples)
+    read_examples = tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples))
+    for i, one in enumerate(read_examples):
+        check_circuits(one, f"examples[{i}]")
     return {
         "title": read(str, given["title"], "title"),
         "model": read(str, given["model"], "model"),
         "methods": methods,
-        "examples": tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples)),
+        "examples": read_examples,
         "settings": read(Mapping[str, Any], given["settings"], "settings"),
         "versions": read(Mapping[str, str], given["versions"], "versions"),
     }

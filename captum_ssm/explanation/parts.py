@@ -282,6 +282,9 @@ class Example:
         series (numpy.ndarray, optional): ``(T, F)`` float32, T time steps of F features, or
             ``(F,)``, a row of a table. Default: None
         features (tuple of str, optional): their names. Default: ``()``
+        circuits (tuple of dict, optional): of some of the answers, which token read which other one
+            in which layer: flow graphs, of the format ``captum_ssm.flow/1``, with the answer's text
+            as ``"answer"``. Default: ``()``
 
     Examples::
 
@@ -303,6 +306,7 @@ class Example:
     validation: Validation | None = None
     series: np.ndarray | None = None
     features: tuple[str, ...] = ()
+    circuits: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.flow.activations import ActivationStandIns, coefficients_of
+from captum_ssm.attr.flow.activations import Activations, ActivationStandIns, coefficients_of
 from captum_ssm.attr.mamba_lrp import with_leaves
 from captum_ssm.attr.relevance import coefficients_at
 from captum_ssm.capture import FrozenCall, exact_arithmetic, freeze
@@ -195,14 +195,15 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
         wiring=False,
     )
     names = [layer.name for layer in frozen.layers]
-    if len(rules.made_of) != len(names):
+    kept = [one for one in rules.made_of if isinstance(one, Activations)]
+    if len(kept) != len(names):
         raise UnsupportedModelError(
             "a mixer of this model was measured, and runs as it is in relevance propagation, so "
             "its values have no coefficients; expected rule='gradient', or an adapter registered "
             "with captum_ssm.register_mixer(module_type, freeze)."
         )
     score, starts = frozen.require_score(), rules.starts()
-    found = coefficients_of(rules.made_of, lambda x: coefficients_at(x, score, starts))
+    found = coefficients_of(kept, lambda x: coefficients_at(x, score, starts))
     return {
         name: _Slopes(one.output, one.values, one.mixed)
         for name, one in zip(names, found, strict=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr import Edge
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
@@ -17,7 +17,8 @@ from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import with_edges
 from captum_ssm.interventions.reference import Reference, check_formulation, whole_mixer
 from captum_ssm.interventions.selection import Layers, chosen_layers, path_of
-from captum_ssm.operators import SoftmaxOperator, TokenOperator
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.operators import SoftmaxOperator
 from captum_ssm.utils.integers import as_index
 
 # One edge: (layer, target, source) or (layer, target, source, head).
@@ -25,6 +26,7 @@ Listed: TypeAlias = Edge | tuple[int | str, int, int] | tuple[int | str, int, in
 Edges: TypeAlias = Iterable[Listed] | Mapping[int | str, Tensor] | Tensor
 
 COEFFICIENTS = ("run", "whole")
+ALL = -(2**62)  # stands for all examples or heads
 
 
 @contextmanager
@@ -103,13 +105,14 @@ def circuit(
     root = unwrap(resolve_model(model, None))
     given = _by_layer(list(chosen_layers(root, None)), edges)
     chosen = list(chosen_layers(root, layers))
+    nothing = torch.empty(0, 4, dtype=torch.long)
     if remove:
         chosen = [path for path in chosen if path in given]
 
     def edit(opened: OpenMixer) -> Tensor:
         source = opened if opened.unedited is None else opened.unedited
         operator = whole_mixer(source.mixer, formulation)
-        kept = _edge_set(opened, given.get(opened.path, []), remove, formulation)
+        kept = _edge_set(opened, given.get(opened.path, nothing), remove, formulation)
         elsewhere = None if reference is None else reference.at(opened)
         return with_edges(opened, kept, operator, elsewhere)
 
@@ -133,8 +136,8 @@ def _reference(ablation: str | Reference, formulation: str) -> Reference | None:
     return ablation
 
 
-def _by_layer(paths: list[str], edges: Any) -> dict[str, Any]:
-    # For each path a mask, or a list of Edge.
+def _by_layer(paths: list[str], edges: Any) -> dict[str, Tensor]:
+    # For each path a mask, or numbers (E, 4): example, head, target, source.
     if torch.is_tensor(edges):
         axis = edges.dim() - 3
         _check_mask(edges, "edges")
@@ -148,13 +151,13 @@ def _by_layer(paths: list[str], edges: Any) -> dict[str, Any]:
         for layer, mask in edges.items():
             _check_mask(mask, f"edges[{layer!r}]")
         return {path_of(layer, paths, "edges"): mask for layer, mask in edges.items()}
-    listed: dict[str, list[Edge]] = {}
     if isinstance(edges, (str, Edge)) or not isinstance(edges, Iterable):
         raise TypeError(f"edges is {edges!r}; expected edges in a list, a dict or a bool Tensor.")
+    listed: dict[str, list[list[int]]] = {}
     for item in edges:
-        edge = _edge(item)
-        listed.setdefault(path_of(edge.layer, paths, "edges"), []).append(edge)
-    return listed
+        layer, numbers = _numbers(item)
+        listed.setdefault(path_of(layer, paths, "edges"), []).append(numbers)
+    return {path: torch.tensor(numbers) for path, numbers in listed.items()}
 
 
 def _check_mask(mask: Any, what: str) -> None:
@@ -163,72 +166,85 @@ def _check_mask(mask: Any, what: str) -> None:
         raise TypeError(f"{what} is of type {kind}; expected a bool Tensor, True for an edge.")
 
 
-def _edge(item: Any) -> Edge:
+def _numbers(item: Any) -> tuple[Any, list[int]]:
+    # The layer of an edge, and its example, head, target and source.
+    fields: tuple[Any, ...] = ()
     if isinstance(item, Edge):
-        return item
-    numbers = [as_index(x) for x in item[1:]] if isinstance(item, (tuple, list)) else []
-    if len(numbers) not in (2, 3) or None in numbers:
+        fields = item.layer, item.target, item.source, item.head, item.example
+    elif isinstance(item, (tuple, list)) and len(item) in (3, 4):
+        fields = *item, *[None] * (5 - len(item))
+    numbers = [ALL if x is None else as_index(x) for x in fields[1:]]
+    if not fields or None in numbers or ALL in numbers[:2]:
         raise TypeError(
             f"edges holds {item!r}; expected an Edge, (layer, target, source) or "
             "(layer, target, source, head), with integers."
         )
-    target, source, *head = numbers
-    return Edge(item[0], target, source, head=head[0] if head else None)  # type: ignore[arg-type]
+    target, source, head, example = numbers
+    return fields[0], [example, head, target, source]  # type: ignore[list-item]
 
 
-def _edge_set(opened: OpenMixer, given: Any, remove: bool, formulation: str) -> EdgeSet:
+def _edge_set(opened: OpenMixer, given: Tensor, remove: bool, formulation: str) -> EdgeSet:
     # The edges of a mixer that are kept.
     operator = opened.mixer.operator("hidden")
     B, L, _, M = operator.sizes
-    if torch.is_tensor(given):
-        fits = given.shape in ((L, L), (1, L, L), (B, L, L))
-        fits = fits or (given.dim() == 4 and given.shape in ((b, M, L, L) for b in (1, B)))
-        if not fits:
-            raise InputError(
-                f"the mask of edges is {tuple(given.shape)} for {opened.path}, which is given {L} "
-                f"tokens in {B} examples and has {M} heads or channels: expected ({L}, {L}), "
-                f"({B}, {L}, {L}) or ({B}, {M}, {L}, {L})."
-            )
-        mask = given.to(operator.device)
-        mask = mask if given.dim() == 4 else mask.view(-1, 1, L, L)
-        return MaskedEdges(~mask if remove else mask)
-    index = torch.empty(len(given), 4, dtype=torch.long)
-    sizes = {"example": B, "head": M, "target": L, "source": L}
-    for k, edge in enumerate(given):
-        for column, (name, size) in enumerate(sizes.items()):
-            value = getattr(edge, name)
-            if value is not None and not -size <= value < size:
-                raise InputError(
-                    f"edges holds {edge} with {name} {value}, and {opened.path} has {B} examples, "
-                    f"{M} heads or channels and {L} tokens: expected 0 .. {size - 1} (or "
-                    f"-{size} .. -1 from the end)."
-                )
-            index[k, column] = -1 if value is None else value % size
-    reads_later = opened.mixer.operator(formulation)
-    _check_order(opened.path, index, reads_later)
-    index = index.to(operator.device)
+    given = given.to(operator.device)
+    if given.dtype != torch.bool:
+        index = _index(opened, given, (B, M, L, L))
+        _check_order(opened, index, formulation)
+        return _listed(index, (B, M, L), not remove)
+    shapes = [(L, L), *((b, *heads, L, L) for b in (1, B) for heads in ((), (1,), (M,)))]
+    if tuple(given.shape) not in shapes:
+        raise InputError(
+            f"the mask of edges is {tuple(given.shape)} for {opened.path}, which is given {L} "
+            f"tokens in {B} examples and has {M} heads or channels: expected ({L}, {L}), "
+            f"({B}, {L}, {L}) or ({B}, {M}, {L}, {L})."
+        )
+    mask = given if given.dim() == 4 else given.view(-1, 1, L, L)
+    return MaskedEdges(~mask if remove else mask)
+
+
+def _index(opened: OpenMixer, given: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    # Edges (E, 4) with numbers from the start; -1 for all.
+    size = torch.tensor(sizes, device=given.device)
+    outside = (given != ALL) & ((given < -size) | (given >= size))
+    if bool(outside.any()):
+        row, column = outside.nonzero()[0].tolist()
+        name, limit = ("example", "head", "target", "source")[column], sizes[column]
+        raise InputError(
+            f"edges holds {int(given[row, 3])} -> {int(given[row, 2])} of {opened.path} with "
+            f"{name} {int(given[row, column])}; the layer has {sizes[0]} examples, {sizes[1]} "
+            f"heads or channels and {sizes[2]} tokens: expected 0 .. {limit - 1} (or -{limit} .. "
+            "-1 from the end)."
+        )
+    return torch.where(given == ALL, -1, given % size)
+
+
+def _listed(index: Tensor, sizes: tuple[int, int, int], keep: bool) -> ListedEdges:
+    B, M, L = sizes
     of_all = index[:, 0] < 0
     if bool(of_all.all()):
         index[:, 0] = 0
-        return ListedEdges(index, (1, M, L), not remove)
+        return ListedEdges(index.unique(dim=0), (1, M, L), keep)
     repeated = index[of_all].repeat(B, 1)
     repeated[:, 0] = torch.arange(B, device=index.device).repeat_interleave(int(of_all.sum()))
-    return ListedEdges(torch.cat([index[~of_all], repeated]), (B, M, L), not remove)
+    index = torch.cat([index[~of_all], repeated]).unique(dim=0)
+    return ListedEdges(index, (B, M, L), keep)
 
 
-def _check_order(path: str, index: Tensor, operator: TokenOperator) -> None:
+def _check_order(opened: OpenMixer, index: Tensor, formulation: str) -> None:
     later = index[index[:, 3] > index[:, 2]]
-    if len(later) and not _reads_later(operator):
+    if len(later) and not _reads_later(opened.mixer, formulation):
         target, source = later[0, 2:].tolist()
         raise InputError(
-            f"edges holds the edge {source} -> {target} of {path}, which reads no later tokens; "
-            "expected the target first, then the source, which is not after it."
+            f"edges holds the edge {source} -> {target} of {opened.path}, which reads no later "
+            "tokens; expected the target first, then the source, which is not after it."
         )
 
 
-def _reads_later(operator: TokenOperator) -> bool:
-    if not isinstance(operator, SoftmaxOperator) or operator.bias is None:
-        return not operator.is_causal
-    later = torch.ones(operator.length, operator.length, device=operator.device).triu(1).bool()
-    bias = operator.bias.expand(*operator.bias.shape[:2], operator.length, operator.length)
-    return bool((bias > -torch.inf)[..., later].any())
+def _reads_later(mixer: FrozenMixer, formulation: str) -> bool:
+    attention = mixer.recurrence
+    if not isinstance(attention, SoftmaxOperator) or attention.bias is None:
+        return not mixer.operator(formulation).is_causal
+    L, bias = attention.length, attention.bias
+    later = torch.ones(L, L, device=bias.device).triu(1).bool()
+    return bool((bias.expand(*bias.shape[:2], L, L) > -torch.inf)[..., later].any())

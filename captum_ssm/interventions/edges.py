@@ -2,7 +2,8 @@
 
 A token that keeps all of its edges has the value that the model computed, and one that keeps none
 has what is no edge. Only the others cost something: a product of sources and targets takes one
-masked scan, any other set the rows of the operator at these tokens, in tiles of bounded memory.
+masked scan. Any other set takes the rows of the operator at these tokens, in tiles of bounded
+memory; or, of a list with few edges per token, only its entries where the operator knows them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from captum_ssm.operators import SoftmaxOperator, TokenOperator
+from captum_ssm.operators.entries import entries
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.memory import tile_entries
+
+FEW = 4  # edges into a token, up to which entries cost less than a row
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,19 @@ class EdgesElsewhere:
             parts.append(part.mean(0, keepdim=True) if self.mean else part)
         found = torch.cat(parts)
         return found if self.mean else found.repeat(batch // len(found), 1, 1)
+
+    def by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
+        """What each of E edges carries, ``(E, D)``, where the operator knows entries."""
+        N, E = self.operator.batch, len(target)
+        if not self.mean:
+            return self._by_edge(example % N, target, source)
+        each = torch.arange(N, device=target.device).repeat_interleave(E)
+        return self._by_edge(each, target.repeat(N), source.repeat(N)).view(N, E, -1).mean(0)
+
+    def _by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
+        alpha = entries(self.operator, example, target, source)
+        assert alpha is not None
+        return alpha * self.values[example, source]
 
 
 class EdgeSet(ABC):
@@ -192,8 +209,8 @@ class ListedEdges(RowEdges):
     """Edges one by one, or all edges except these; linear memory in the tokens.
 
     Args:
-        index (Tensor): ``(E, 4)`` int64: example, head, target and source; -1 for all heads. All
-            examples are 0 for edges that are those of every example.
+        index (Tensor): ``(E, 4)`` int64: example, head, target and source, each edge once; -1 for
+            all heads. All examples are 0 for edges that are those of every example.
         shape (tuple of int): (b, M, L): 1 or the examples of the batch, heads, tokens.
         keep (bool): keep these edges, and no others.
     """
@@ -201,6 +218,36 @@ class ListedEdges(RowEdges):
     index: Tensor
     shape: tuple[int, int, int]
     keep: bool
+
+    def left(self, of: EdgeSum) -> Tensor:
+        left = self._by_entries(of)
+        return super().left(of) if left is None else left
+
+    def _by_entries(self, of: EdgeSum) -> Tensor | None:
+        # What is left where few edges per token are listed: no row is computed.
+        B, L, D = of.values.shape
+        b = self.shape[0]
+        index = self.index[self.index[:, 3] <= self.index[:, 2]]
+        count = torch.zeros(b, L, dtype=torch.long, device=index.device)
+        count.index_put_((index[:, 0], index[:, 2]), torch.ones_like(index[:, 0]), accumulate=True)
+        of_heads, limit = bool((index[:, 1] >= 0).any()), FEW * int((count > 0).sum())
+        if of_heads or not 0 < len(index) <= limit or not of.operator.is_causal:
+            return None
+        example, _, target, source = index.repeat(B // b, 1).unbind(1)
+        if b < B:
+            example = torch.arange(B, device=target.device).repeat_interleave(len(index))
+        alpha = entries(of.operator, example, target, source)
+        if alpha is None:
+            return None
+        moved = alpha * of.values[example, source]
+        if of.reference is not None:
+            moved = moved - of.reference.by_edge(example, target, source)
+        none, every = of.without_edges.expand(B, L, D), of.whole
+        if not self.keep:
+            none, every, moved = every, none, -moved
+        left = none.index_put((example, target), moved, accumulate=True)
+        is_all = count == torch.arange(1, L + 1, device=count.device)
+        return torch.where(is_all[..., None], every, left)
 
     def tokens(self, is_causal: bool) -> tuple[Tensor, Tensor]:
         b, _, L = self.shape

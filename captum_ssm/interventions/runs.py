@@ -31,15 +31,8 @@ class Runs:
     position: Any
 
     def request(self, k: int) -> Request:
-        """The input k times, the examples of one run after those of another."""
-        request = self.frozen.request
-        B = request.batch
-        return replace(
-            request,
-            inputs=tuple(_repeated(x, k, B) for x in request.inputs),
-            positional=tuple(_repeated(x, k, B) for x in request.positional),
-            named={name: _repeated(x, k, B) for name, x in request.named.items()},
-        )
+        """The input k times, as :func:`repeated` does."""
+        return repeated(self.frozen.request, k)
 
     def scores(self, k: int = 1) -> Tensor:
         """The score of each of k runs at once, ``(k, B)``, as the model is now."""
@@ -55,6 +48,17 @@ class Runs:
             for x in (self.target, self.position)
         )
         return read_score(recording, target, position).view(k, B)
+
+
+def repeated(request: Request, k: int) -> Request:
+    """A request's input k times, the examples of one run after those of another."""
+    B = request.batch
+    return replace(
+        request,
+        inputs=tuple(_repeated(x, k, B) for x in request.inputs),
+        positional=tuple(_repeated(x, k, B) for x in request.positional),
+        named={name: _repeated(x, k, B) for name, x in request.named.items()},
+    )
 
 
 def times(x: Tensor, k: int) -> Tensor:

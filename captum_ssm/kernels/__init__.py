@@ -4,7 +4,7 @@
 :mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
 :mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors,
 :mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads,
-:mod:`captum_ssm.kernels.weighted_rows` that of channel means of heads. Each operation exists twice:
+:mod:`captum_ssm.kernels.weighted` that of channel means of heads. Each operation exists twice:
 
 * the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built. The CUDA
   kernels (of all but :func:`map_distances` and :func:`weighted_rows`) are experimental: they
@@ -44,7 +44,7 @@ from captum_ssm.kernels.linear_attention import (
 )
 from captum_ssm.kernels.linear_attention_coefficients import LinearAttentionCoefficients
 from captum_ssm.kernels.taps import tap_rows
-from captum_ssm.kernels.weighted_rows import weighted_rows
+from captum_ssm.kernels.weighted import weighted_rows
 
 __all__ = [
     "DiagonalCoefficients",

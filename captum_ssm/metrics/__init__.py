@@ -8,6 +8,7 @@ from captum_ssm.metrics.alignment import (
     hit_rate,
     links,
 )
+from captum_ssm.metrics.circuits import CircuitFaithfulness, circuit_faithfulness
 from captum_ssm.metrics.evaluation import evaluate
 from captum_ssm.metrics.interval import Interval, bootstrap
 from captum_ssm.metrics.layers import (
@@ -26,9 +27,12 @@ from captum_ssm.metrics.perturbation import (
     pruning,
 )
 from captum_ssm.metrics.segmentation import SegmentationScores, average_precision, segmentation
+from captum_ssm.metrics.smallest_circuit import Circuit, find_circuit
 
 __all__ = [
     "Agreement",
+    "Circuit",
+    "CircuitFaithfulness",
     "Curve",
     "Interval",
     "SegmentationScores",
@@ -37,10 +41,12 @@ __all__ = [
     "alignment_scores",
     "average_precision",
     "bootstrap",
+    "circuit_faithfulness",
     "cls_influence",
     "decomposition_error",
     "delta_af",
     "evaluate",
+    "find_circuit",
     "flipping",
     "hit_rate",
     "knockout_agreement",

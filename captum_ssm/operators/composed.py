@@ -1,8 +1,7 @@
-"""Operators made of others: skips, sums, row and column factors, convolutions."""
+"""Operators made of others: sums, row and column factors, convolutions."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm import kernels
-from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
-from captum_ssm.kernels.weighted_rows import weighted_rows_torch
+from captum_ssm.kernels.weighted import weighted_rows_torch
 from captum_ssm.operators.base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
@@ -21,94 +19,13 @@ from captum_ssm.operators.conv import (
     join_taps,
     tap_places,
 )
+from captum_ssm.operators.factors import product as product
+from captum_ssm.operators.factors import sum_of as sum_of
+from captum_ssm.operators.skip import SkipOperator as SkipOperator
 from captum_ssm.utils.lazy import cached_property
 
 # Rows of heads at a time, and entries of their maps, which should fit the caches.
-ROWS, ENTRIES = 256, 1 << 20
-
-
-@dataclass(frozen=True)
-class SkipOperator(TokenOperator):
-    """A diagonal: each token's own value, times a factor. One map per channel.
-
-    Skip connections and the bonus of WKV are such operators.
-
-    Args:
-        diagonal (Tensor): ``(B, L, D)``.
-        taps (Tensor, optional): ``(D, K)``, of a causal convolution before it. Default: None
-        right (Tensor, optional): ``(B, L, D)``, column factors before the convolution.
-            Default: None
-
-    Examples::
-
-        >>> skip = SkipOperator(torch.rand(1, 5, 4))
-        >>> skip.matrix().shape  # one diagonal matrix per channel
-        torch.Size([1, 4, 5, 5])
-    """
-
-    diagonal: Tensor
-    taps: Tensor | None = None
-    right: Tensor | None = None
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return self.diagonal * causal_conv(v if self.right is None else v * self.right, self.taps)
-
-    # After a convolution it is a band matrix: a number for each row and lag.
-
-    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        mean = check_rmatvec(reduction)
-        if mean and w.dim() == 2:
-            return _shift_add(w[..., None] * self._mean_band)
-        u = (w if w.dim() == 3 else w[..., None]) * self.diagonal
-        u = causal_conv_transpose(u, self.taps)
-        u = u if self.right is None else u * self.right
-        return u.mean(-1) if mean else u
-
-    def row_tile(self, start: int, stop: int) -> Tensor:
-        index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-        return _scatter(index, self._mean_band[:, None])[:, 0]
-
-    def row_bounds(self) -> Tensor:
-        return self._mean_band.abs().amax(-1) * self.channels
-
-    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        at = self.diagonal[..., start:stop].transpose(1, 2)  # (B, m, L)
-        band = at[..., None] * self._by_lag[start:stop, None, :]
-        if self.right is not None:
-            lags = [x[..., start:stop].mT for x in self._lagged]
-            band = band * torch.stack(lags, -1)
-        return _scatter(index, band)
-
-    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
-        if self.taps is not None:
-            diagonal = self.diagonal if left is None else self.diagonal * left
-            return SkipOperator(diagonal, self.taps, product(self.right, right))
-        factor = product(left, right)
-        return self if factor is None else SkipOperator(self.diagonal * factor)
-
-    def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator | None:
-        return SkipOperator(self.diagonal, taps, right) if self.taps is None else None
-
-    @property
-    def _by_lag(self) -> Tensor:
-        # (D, K).
-        if self.taps is not None:
-            return self.taps.flip(-1)
-        return torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
-
-    @property
-    def _lagged(self) -> list[Tensor]:
-        # What right is at the token that each lag reads, (B, L, D) each.
-        assert self.right is not None
-        return [lagged(self.right, lag) for lag in range(self._by_lag.shape[1])]
-
-    @property
-    def _mean_band(self) -> Tensor:
-        # The channel mean by row and lag: (B, L, K).
-        if self.right is None:
-            return self.diagonal @ self._by_lag / self.channels
-        pairs = zip(self._lagged, self._by_lag.mT, strict=True)
-        return torch.stack([(self.diagonal * x) @ tap for x, tap in pairs], -1) / self.channels
+ROWS, ENTRIES = 256, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -255,24 +172,20 @@ class ScaledOperator(AroundOperator):
         """
         B, L, D, _ = self.sizes
         ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
-        left = (ones if self.left is None else self.left[:, start:stop]).expand(B, stop - start, D)
-        right = (ones if self.right is None else self.right).expand(B, L, D)
-        lags = enumerate(taps.flip(-1)[:, :L].mT)
-        if columns is None:
-            sources = torch.stack([right.mT * tap[:, None] for _, tap in lags])
-        else:
-            sources = torch.stack([(right * tap * lagged(columns, lag)).mT for lag, tap in lags])
+        left = (ones if self.left is None else self.left[:, start:stop]) / D
+        left = left.expand(B, stop - start, D)
+        right = (ones if self.right is None else self.right).expand(B, L, D).mT
+        before = None if columns is None else columns.mT
+        sources = torch.stack([_through(right, tap, lag, before) for lag, tap in _lags(taps, L)])
         # What has a graph is summed by what autograd knows.
         tensors = (left, sources, self.inner.reference)
         has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         weighted = weighted_rows_torch if has_graph else kernels.weighted_rows
         tiles = []
         for first in range(start, stop, ROWS):
-            last = min(stop, first + ROWS)
-            tiles.append(
-                self._weighted(first, left[:, first - start : last - start], sources, weighted)
-            )
-        return torch.cat(tiles, 1) / D
+            rows = left[:, first - start : first - start + ROWS]
+            tiles.append(self._weighted(first, rows, sources, weighted))
+        return torch.cat(tiles, 1) if len(tiles) > 1 else tiles[0]
 
     def _weighted(self, first: int, left: Tensor, sources: Tensor, weighted: Any) -> Tensor:
         # Rows from the first one on, of the sum over the maps.
@@ -280,12 +193,12 @@ class ScaledOperator(AroundOperator):
         P = D // self.inner.maps
         index = torch.arange(first, first + R, device=self.device).expand(B, -1)
         last = first if self.is_causal else self.length
-        total = torch.zeros(B, R, self.length, dtype=self.dtype, device=self.device)
+        parts = []
         for m, end in self.inner.map_tiles(R, ENTRIES):
             at = slice(m * P, end * P)
             rows = self.inner.map_rows(index, m, end)
-            total = total + weighted(rows, left[..., at], sources[:, :, at], last)
-        return total
+            parts.append(weighted(rows, left[..., at], sources[:, :, at], last))
+        return sum_of(parts)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         return ScaledOperator(self.inner, product(self.left, left), product(self.right, right))
@@ -400,38 +313,14 @@ class ConvolvedOperator(AroundOperator):
         return super().convolved(taps, grid)
 
 
-def lagged(x: Tensor, lag: int) -> Tensor:
-    """What ``x (B, L, ...)`` is so many tokens earlier, later for a negative lag; else zero."""
-    zeros = torch.zeros_like(x[:, : abs(lag)])
-    if lag < 0:
-        return torch.cat([x[:, -lag:], zeros], 1)
-    return torch.cat([zeros, x[:, : x.shape[1] - zeros.shape[1]]], 1)
+def _lags(taps: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+    # The taps (D, K) by lag, those that a sequence is long enough for.
+    return enumerate(taps.flip(-1)[:, :length].mT)
 
 
-def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The product of two factors, of which None stands for one."""
-    return b if a is None else a if b is None else a * b
-
-
-def sum_of(values: list[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
-    return functools.reduce(torch.add, values)
-
-
-def _scatter(index: Tensor, band: Tensor) -> Tensor:
-    # Rows index (B, R) of band (B, m, L, K), by row and lag, as (B, m, R, L).
-    B, m, L, K = band.shape
-    at = index[:, None, :, None].expand(B, m, -1, K)
-    values = band.gather(2, at)  # (B, m, R, K)
-    columns = at - torch.arange(K, device=index.device)
-    values = torch.where(columns >= 0, values, 0)
-    rows = torch.zeros(B, m, index.shape[1], L, dtype=band.dtype, device=band.device)
-    return rows.scatter_add_(-1, columns.clamp(min=0), values)
-
-
-def _shift_add(band: Tensor) -> Tensor:
-    # band (B, L, K), by row and lag, summed onto columns: (B, L).
-    L, out = band.shape[1], torch.zeros_like(band[..., 0])
-    for lag in range(min(band.shape[2], L)):
-        out[:, : L - lag] += band[:, lag:, lag]
-    return out
+def _through(right: Tensor, tap: Tensor, lag: int, before: Tensor | None) -> Tensor:
+    # The factors (B, D, L) of each column through one tap.
+    weighed = right * tap[:, None]
+    if before is not None:
+        weighed[..., lag:] *= before[..., : before.shape[-1] - lag]
+    return weighed

@@ -22,7 +22,7 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
-from captum_ssm.operators.composed import lagged, product, sum_of
+from captum_ssm.operators.factors import lagged, product, sum_of
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,27 @@ class PackedOperator(PartsOperator):
             part.rmatvec(w[row : row + 1, at], reduction) for part, row, at in self._sequences()
         )
 
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        B, L = self.shape
+        tile = torch.zeros(B, stop - start, L, dtype=self.dtype, device=self.device)
+        for part, row, at in self._sequences():
+            asked = ((at >= start) & (at < stop)).nonzero()[:, 0]  # in order
+            if len(asked):
+                first, last = int(asked[0]), int(asked[-1]) + 1
+                rows = part.row_tile(first, last)[0, asked - first]
+                tile[row, (at[asked] - start)[:, None], at] = rows.to(tile)
+        return tile
+
+    def row_bounds(self) -> Tensor:
+        return self.placed(part.row_bounds() for part in self.parts)
+
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        parts = (
+            part.scaled(*(None if x is None else self._of(x, row, at) for x in (left, right)))
+            for part, row, at in self._sequences()
+        )
+        return replace(self, parts=tuple(parts))
+
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         B, L = self.shape
         rows = torch.zeros(B, stop - start, index.shape[1], L, dtype=self.dtype, device=self.device)
@@ -70,3 +91,6 @@ class PackedOperator(PartsOperator):
 
     def _sequences(self) -> Iterator[tuple[TokenOperator, int, Tensor]]:
         return zip(self.parts, self.examples, self.positions, strict=True)
+
+    def _of(self, x: Tensor, row: int, at: Tensor) -> Tensor:
+        return x.expand(*self.shape, self.channels)[row : row + 1, at]

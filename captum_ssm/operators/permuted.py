@@ -14,6 +14,9 @@ from torch import Tensor
 from captum_ssm.operators.base import AroundOperator, TokenOperator
 from captum_ssm.utils.lazy import cached_property
 
+# Rows of a channel mean that are made for each that is asked for; of more, every map is cheaper.
+MOST_BETWEEN = 8
+
 
 class _OverTokens(AroundOperator):
     # Base of operators over tokens of their own, with what :class:`MovedOperator` takes.
@@ -49,17 +52,15 @@ class _OverTokens(AroundOperator):
         return self._joined(self.inner.rmatvec(self._split(w, self.lands), reduction), self._read)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        rows = self.position[start:stop]
-        first, last = int(rows.min()), int(rows.max()) + 1
-        if self.windows > 1 or first < 0:
+        W, length, at = self.windows, self.inner.length, self.position[start:stop]
+        landed = at[at >= 0] % length
+        first, last = (int(landed.min()), int(landed.max()) + 1) if len(landed) else (0, 1)
+        if W * (last - first) > MOST_BETWEEN * (stop - start):
             index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-            return self.rows(index, "mean")
-        if last - first <= 2 * (stop - start):
-            # The scan's rows are close together, as in a backward scan.
-            tile = self.inner.row_tile(first, last)[:, rows - first]
-        else:
-            tile = self.inner.rows(rows.expand(self.batch, -1), "mean")
-        return picked(tile, self._read, axis=-1)
+            return self._reduced(index, "mean")
+        tile = self.inner.row_tile(first, last)[:, (at % length - first).clamp(0, last - first - 1)]
+        rows = tile.unflatten(0, (-1, W))[:, :, None]  # (B, W, 1, R, l)
+        return self._of_tokens(rows, at.expand(self.batch, -1))[:, 0]
 
     def row_bounds(self) -> Tensor:
         return self._joined(self.inner.row_bounds(), self.position)
@@ -68,9 +69,13 @@ class _OverTokens(AroundOperator):
         W, length = self.windows, self.inner.length
         at = self.position[index]  # (B, R)
         rows = self.inner.map_rows((at % length).repeat_interleave(W, 0), start, stop)
-        rows = rows.unflatten(0, (-1, W))  # (B, W, m, R, l)
-        window = torch.arange(W, device=at.device)[:, None]
-        is_in_it = at[:, None].div(length, rounding_mode="floor") == window  # (B, W, R)
+        return self._of_tokens(rows.unflatten(0, (-1, W)), at)
+
+    def _of_tokens(self, rows: Tensor, at: Tensor) -> Tensor:
+        # The rows (B, W, m, R, l) of every window, of which those of one window are asked for, by
+        # positions (B, R): (B, m, R, L).
+        window = torch.arange(self.windows, device=at.device)[:, None]
+        is_in_it = at[:, None].div(self.inner.length, rounding_mode="floor") == window  # (B, W, R)
         if not bool(is_in_it.all()):
             rows = rows * is_in_it[:, :, None, :, None]
         return picked(rows.permute(0, 2, 3, 1, 4).flatten(3), self._read, axis=-1)

@@ -6,15 +6,12 @@ whose bound is below the entries that are already known to be the largest is nev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from captum_ssm.utils.memory import tile_entries
-
-if TYPE_CHECKING:
-    from captum_ssm.operators.base import TokenOperator
 
 ORDERS = ("size", "signed")
 MOST_ROWS = 512
@@ -43,7 +40,7 @@ class TopEntries(NamedTuple):
 
 
 @torch.no_grad()
-def top_entries(operator: TokenOperator, k: int, by: str = "size") -> TopEntries:
+def top_entries(operator: Any, k: int, by: str = "size") -> TopEntries:
     """See :meth:`TokenOperator.top`."""
     if by not in ORDERS:
         raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
@@ -64,7 +61,7 @@ def top_entries(operator: TokenOperator, k: int, by: str = "size") -> TopEntries
 
 class _Largest:
     # The largest entries so far.
-    def __init__(self, operator: TokenOperator, k: int, by: str) -> None:
+    def __init__(self, operator: Any, k: int, by: str) -> None:
         self.k, self.by_size, self.is_causal = k, by == "size", operator.is_causal
         self.length = operator.length
         self.values = torch.zeros(operator.batch, 0, dtype=operator.dtype, device=operator.device)

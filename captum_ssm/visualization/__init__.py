@@ -1,4 +1,4 @@
-"""Figures and HTML for relevance of tokens, images, series, videos and volumes.
+"""Figures and HTML for relevance of tokens, images, series, videos, volumes and circuits.
 
 Functions take tensors and return a matplotlib figure or HTML; they show nothing by themselves.
 Figures are made without pyplot, which would keep them open and may need a display.
@@ -12,6 +12,7 @@ which magnitude the color is strongest:
 - a number: exactly there, which makes several figures comparable.
 """
 
+from captum_ssm.visualization.flows import flow_graph
 from captum_ssm.visualization.images import image_overlay
 from captum_ssm.visualization.maps import interaction_map, layer_overview, map_strip
 from captum_ssm.visualization.palette import color_limit, relevance_colors
@@ -22,6 +23,7 @@ from captum_ssm.visualization.volumes import video_strip, volume_slices
 
 __all__ = [
     "color_limit",
+    "flow_graph",
     "image_overlay",
     "interaction_map",
     "layer_overview",

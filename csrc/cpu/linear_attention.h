@@ -591,8 +591,16 @@ static void head_rows(const HeadRows<T>& r, T* scratch) {
   };
   auto write = [&](int64_t, int64_t k, int64_t t0, int64_t steps, const T* y) {
     const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
+    const int64_t* slots = r.slots + c;
     for (int64_t p = 0; p < count; ++p) {
-      T* out = r.out + r.slots[c + p] * L + t0;
+      T* out = r.out + slots[p] * L + t0;
+      // Rows are most often asked for in order: then four of them are the columns of a matrix.
+      if (y && steps % 4 == 0 && p + 4 <= count && slots[p] - slots[p + 1] == 1 &&
+          slots[p + 1] - slots[p + 2] == 1 && slots[p + 2] - slots[p + 3] == 1) {
+        turn(y + p, kBlock<T>, steps, 4, out, -L);
+        p += 3;
+        continue;
+      }
       for (int64_t i = 0; i < steps; ++i) out[i] = y ? y[i * kBlock<T> + p] : T(0);
     }
   };

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import wild
 from families import FAMILIES, build, padded, skip_what_fails_by_itself
 from models import ids
 from torch import Tensor
@@ -97,7 +98,9 @@ def test_an_edge_is_the_gradient_of_its_own_share_in_the_frozen_network(family):
             lambda asked, share=share, edge=(layer, i, j): _OneEdge(asked, share, edge),
         )
         stand_ins.inputs = (*stand_ins.inputs, share)  # where the graph begins
-        run = PropagatedRun.of(stand_ins, frozen.require_score(), "lrp", retain_graph=False)
+        score = frozen.require_score()
+        kept = stand_ins.made_of
+        run = PropagatedRun.of(stand_ins, kept, score, "lrp", retain_graph=False)
         found, expected = edges[layer].matrix()[0, i, j], run.coefficient_at(share)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
@@ -291,3 +294,39 @@ def test_bad_arguments_are_told():
         edges[2]
     with pytest.raises(captum_ssm.InputError, match="tokens has 2 texts; the graph has 9 tokens"):
         flow.graph(tokens, 5, tokens=["a", "b"])
+
+
+class _Layers(torch.nn.Module):
+    # Two mixers that no adapter knows, each after a norm and with a residual.
+    def __init__(self, mixer: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([mixer(), mixer()])
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(6, bias=False) for _ in range(2))
+        self.head = torch.nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return self.head(x)[:, -1]
+
+
+@pytest.mark.parametrize("kind", [wild.Mixer, wild.Normed, wild.Backward, wild.HalfScanned])
+def test_scans_of_a_mixer_that_nobody_knows_have_edges(kind):
+    model, x = _Layers(kind).eval(), wild.tokens(length=L)
+    edges = RelevanceFlow(model).edges(x, 2)
+    for layer in edges.values():
+        assert layer.matrix().any()
+        # What the graph of the run says of the scan's values is what the edges out of them carry.
+        assert max(layer.relative_errors) < 2e-6
+    unified = RelevanceFlow(model).edges(x, 2, formulation="unified")
+    for name, layer in unified.items():
+        hidden = edges[name]
+        of_conv = layer.bias - hidden.bias  # the convolution's bias
+        expected = hidden.into + hidden.skip
+        torch.testing.assert_close(layer.into + of_conv, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scans_that_work_on_tokens_in_several_ways_are_refused_in_words():
+    model, x = _Layers(wild.InBatch).eval(), wild.tokens(length=L)
+    with pytest.raises(captum_ssm.UnsupportedModelError, match="has no adapter, and its scans"):
+        RelevanceFlow(model).edges(x, 2)

@@ -4,9 +4,11 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from models import tiny
 from PIL import Image
 from torch import nn
 from transformers import MambaConfig, MambaModel
+from vision_models import vim
 
 from captum_ssm import Explanation, MambaLRP, explain
 from captum_ssm.errors import InputError
@@ -149,6 +151,25 @@ def test_a_series_is_explained_as_the_method_explains_it():
         expected = expected if name == "series" else expected.T
         np.testing.assert_array_equal(found.relevance(), expected.numpy())
         assert found.examples[0].series.shape == (50, 4)
+
+
+def test_features_have_the_names_that_they_are_given(tokenizer):
+    names = ["wind", "load", "sun", "price"]
+    named = {"features": names, "alternatives": 0}
+    (example,) = explain(MODELS["series"], values(50, 4), **named).examples
+    plain = explain(MODELS["series"], values(50, 4), alternatives=0).examples[0]
+    assert example.features == tuple(names)
+    assert plain.features == ("feature 0", "feature 1", "feature 2", "feature 3")
+    table = pandas.DataFrame(values(50, 4).numpy(), columns=list("abcd"))
+    assert explain(MODELS["series"], table, **named).examples[0].features == tuple(names)
+    assert explain(MODELS["series"], table, alternatives=0).examples[0].features == tuple("abcd")
+    for wrong in (["wind"], "wind", []):
+        with pytest.raises(ValueError, match="the series has 4 features: expected one name for"):
+            explain(MODELS["series"], values(50, 4), features=wrong)
+    with pytest.raises(ValueError, match="the image has no features"):
+        explain(vim(), torch.zeros(3, 16, 16), features=names)
+    with pytest.raises(TypeError, match="the input is a text"):
+        explain(tiny(), tokenizer, "w3 w4", features=names)
 
 
 def test_columns_tell_which_axis_is_time_and_name_the_features():

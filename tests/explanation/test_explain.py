@@ -423,6 +423,16 @@ BAD = {
         ValueError,
         r"methods\['rollout'\] holds the option 'layer'; expected start_layer",
     ),
+    "a typo in an option": (
+        dict(methods={"latim": {"activaton": "gate"}}),
+        ValueError,
+        r"holds the option 'activaton'; expected .*\. Did you mean 'activation'\?$",
+    ),
+    "a typo in an option of Captum's": (
+        dict(methods={"integrated-gradients": {"n_step": 5}}),
+        ValueError,
+        r"holds the option 'n_step'; expected .* Did you mean 'n_steps'\?$",
+    ),
     "units": (dict(units="letter"), ValueError, "units is 'letter'; expected one of token, word"),
     "a span": (
         dict(units={"a": (0, 99)}),

@@ -9,6 +9,7 @@ import zlib
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
+import pages
 import pytest
 import torch
 from folders import ROOT
@@ -363,3 +364,15 @@ def test_latims_options_are_those_of_the_rows(found, model):
     read = torch.tensor([[3, 4, 5, 6]])
     own = LaTIM(model).attribute(read, target=9, activation="gate")[0]
     np.testing.assert_allclose(found.relevance()[:4], own.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    found = pages.explanation()
+    for write, name in ((found.to_html, "why.html"), (found.save, "why.json")):
+        there = tmp_path / "not" / "there"
+        with pytest.raises(FileNotFoundError, match=r"there is no folder '.*not/there'; create it"):
+            write(there / name)
+        assert not there.exists()
+        (tmp_path / name).mkdir()
+        with pytest.raises(IsADirectoryError, match="is a folder; expected the name of a file"):
+            write(tmp_path / name)

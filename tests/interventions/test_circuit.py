@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import captum_ssm
 from captum_ssm import InputError, UnsupportedModelError
-from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr import Edge
 from captum_ssm.interventions import Reference, circuit, knockout
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.utils.memory import memory_limit
@@ -228,6 +228,32 @@ def test_lists_heads_and_masks_name_the_same_edges(family, formulation, remove):
             assert_close(logits(model, tokens), found)
 
 
+@pytest.mark.parametrize("remove", [False, True])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "rwkv", "mamba2"])
+def test_few_listed_edges_without_any_row(family, remove):
+    model, tokens, other = build(family), ids(2, L), ids(4, L, seed=1)
+    layers = len(list(find_mixers(model)))
+    mask = torch.zeros(2, layers, L, L, dtype=torch.bool)
+    mask[:, :, [6, 6, 5, 1, 1], [2, 6, 0, 0, 1]] = True  # all edges of one token
+    mask[0, 0, 6, 5] = mask[0, 0, 3, 2] = True
+    listed = [
+        Edge(path, i, j, example=None if bool(mask[:, w, i, j].all()) else b)
+        for w, (path, _) in enumerate(find_mixers(model))
+        for b, i, j in mask[:, w].nonzero().tolist()
+    ]
+    e = embed(model, tokens)
+    references = [Reference.of(model, x, mean=m) for x, m in ((other, True), (other[:2], False))]
+    for ablation in ("zero", *references):
+        found = []
+        for edges in (listed, mask):
+            x = e.clone().requires_grad_()
+            with circuit(model, edges, remove=remove, ablation=ablation):
+                y = model(inputs_embeds=x).logits
+            found.append([y.detach(), *torch.autograd.grad(y[:, -1, 5].sum(), x)])
+        assert_close(found[0][0], found[1][0])
+        assert_close(found[0][1], found[1][1], 1e-4)
+
+
 def test_scans_in_several_orders():
     from captum_ssm.models import SS2D, BidirectionalMamba
 
@@ -358,15 +384,17 @@ def test_errors_say_what_to_do(mamba):
     tokens = ids(2, L)
     reference = Reference.of(mamba, tokens, mean=False)
     bad: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        ([(0, L, 1)], {}, InputError, rf"target {L}, and backbone.* expected 0 .. {L - 1}"),
+        ([(0, L, 1)], {}, InputError, rf"with target {L}; .* expected 0 .. {L - 1} \(or"),
         ([(0, 1, -L - 1)], {}, InputError, "source"),
         ([(0, 1, 3)], {}, InputError, "3 -> 1 of backbone.layers.0.mixer, which reads no later"),
-        ([(0, 3, 1, 32)], {}, InputError, "head 32, and .* 32 heads"),
+        ([(0, 3, 1, 32)], {}, InputError, "head 32; .* 32 heads"),
         ([Edge("backbone.layers.0.mixer", 3, 1, example=2)], {}, InputError, "example 2"),
         ([(2, 3, 1)], {}, ValueError, "edges holds 2; this model has 2 mixers"),
         ([("backbone", 3, 1)], {}, ValueError, "or a path: backbone.layers.0.mixer"),
         ([(0, 3)], {}, TypeError, r"edges holds \(0, 3\); expected an Edge, \(layer, target"),
         ([(0, 3, 1.5)], {}, TypeError, "with integers"),
+        ([(0, 3, None)], {}, TypeError, "with integers"),
+        ([3], {}, TypeError, "edges holds 3"),
         (3, {}, TypeError, "edges is 3; expected edges in a list"),
         (torch.ones(2, L, L), {}, TypeError, "edges is of type torch.float32; expected a bool"),
         (some(3), {}, ValueError, r"for a model of 2 mixers; expected \(2, L, L\)"),
@@ -394,8 +422,12 @@ def test_errors_say_what_to_do(mamba):
     index = next(
         k for k, (_, m) in enumerate(find_mixers(jamba)) if type(m).__name__ == "JambaAttention"
     )
-    with pytest.raises(InputError, match="reads no later"), circuit(jamba, [(index, 1, 3)]):
-        jamba(tokens)
+    for formulation in ("hidden", "unified"):
+        with (
+            pytest.raises(InputError, match="reads no later"),
+            circuit(jamba, [(index, 1, 3)], formulation=formulation),
+        ):
+            jamba(tokens)
     with pytest.raises(UnsupportedModelError, match="did not reach"), circuit(mamba, []):
         pass
     with (

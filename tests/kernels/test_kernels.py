@@ -24,6 +24,7 @@ from captum_ssm.kernels import diagonal as diagonal_module
 from captum_ssm.kernels import distances as distances_module
 from captum_ssm.kernels import linear_attention as linear_attention_module
 from captum_ssm.kernels import taps as taps_module
+from captum_ssm.kernels.weighted import weighted_rows_torch
 
 FILES = [__file__, __file__.replace("test_kernels", "test_kernel_gradients")]
 Coefficients = DiagonalCoefficients | LinearAttentionCoefficients
@@ -872,6 +873,74 @@ def run_again(selection: str, **environment: str) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+
+def weighted_arguments(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal rows from the L - R-th on, and what they are weighed by."""
+    batch, maps, width, rows, length, taps = shape
+    torch.manual_seed(0)
+    maps_of_rows = randn(batch, maps, length, length).tril()[:, :, length - rows :]
+    left, sources = randn(batch, rows, maps * width), randn(taps, batch, maps * width, length)
+    return maps_of_rows.to(dtype), left.to(dtype), sources.to(dtype)
+
+
+# Batch, maps, channels of each, rows, length, taps.
+WEIGHTED = [
+    (1, 1, 1, 1, 1, 1),
+    (2, 3, 5, 3, 3, 6),
+    (1, 2, 4, 33, 70, 4),
+    (2, 1, 9, 8, 64, 1),
+    (1, 3, 16, 130, 131, 3),
+    (1, 1, 2, 16, 96, 40),
+]
+
+
+@pytest.mark.parametrize("form", ["kernel", "torch", *INSTRUCTION_SETS])
+@DTYPES
+@pytest.mark.parametrize("shape", WEIGHTED, ids=str)
+def test_weighted_rows_match_the_definition(shape, dtype, form):
+    rows, left, sources = weighted_arguments(shape, dtype)
+    batch, maps, width, count, length, taps = shape
+    each = rows.double().repeat_interleave(width, 1) * left.double().mT[..., None]
+    weighed = each * sources.double()[:, :, :, None]  # (K, B, D, R, L)
+    total = torch.zeros(batch, count, length, dtype=torch.float64)
+    for k in range(min(taps, length)):
+        total[..., : length - k] += weighed[k, ..., k:].sum(1)
+    function = kernels.weighted_rows
+    if form == "torch":
+        function = weighted_rows_torch
+    with instructions_of(form):
+        for last in (length - count, length):
+            found = function(rows, left, sources, last)
+            assert found.dtype == dtype
+            assert_near(found, total)
+        wide = torch.cat([sources, sources], 2)[:, :, : maps * width]  # not contiguous
+        assert torch.equal(function(rows, left, wide, length), found)
+
+
+def test_opcheck_of_weighted_rows():
+    arguments = (*weighted_arguments((2, 2, 3, 4, 9, 2)), 5)
+    torch.library.opcheck(torch.ops.captum_ssm.weighted_rows, arguments)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "error", "message"),
+    [
+        (0, torch.zeros(2, 2, 4), ValueError, "rows has shape .* 4 dimensions"),
+        (1, torch.zeros(2, 4, 5), ValueError, "left has shape .* a multiple of M = 2"),
+        (2, torch.zeros(2, 2, 6, 8), ValueError, r"sources has shape .* \(2, 6, 9\)"),
+        (2, torch.zeros(2, 2, 6, 9).double(), TypeError, "expected one dtype"),
+    ],
+)
+def test_arguments_of_weighted_rows_are_checked(place, value, error, message):
+    arguments = list(weighted_arguments((2, 2, 3, 4, 9, 2)))
+    arguments[place] = value
+    with pytest.raises(error, match=message):
+        kernels.weighted_rows(*arguments)
+    with pytest.raises(RuntimeError, match="captum_ssm"):
+        torch.ops.captum_ssm.weighted_rows(*arguments, 5)
 
 
 def test_forced_torch_forms():

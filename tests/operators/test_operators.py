@@ -14,6 +14,7 @@ from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
     LinearAttentionOperator,
+    MovedOperator,
     PackedOperator,
     PermutedOperator,
     ScaledOperator,
@@ -439,3 +440,52 @@ def test_a_part_of_directions_and_skips():
     parts = (PermutedOperator(make_diagonal(9), order), SkipOperator(normal(B, 9, D)))
     found = part_of(SumOperator(parts), torch.tensor([1]), 2, 4)
     torch.testing.assert_close(found.matrix(), SumOperator(parts).matrix()[1:, 2:4])
+
+
+@pytest.mark.parametrize("windows", [1, 2, 12])
+@pytest.mark.parametrize("order", ["as they are", "back", "shuffled"])
+def test_channel_means_over_other_tokens(windows, order):
+    # Some tokens enter nowhere, some outputs land nowhere.
+    l, tokens = 24 // windows, 26
+    inner = part_of(make_diagonal(l), torch.arange(2 * windows) % 2, 0, D)
+    inner = inner.scaled(normal(2 * windows, l, D), None)
+    orders = {"as they are": torch.arange, "back": arange_back, "shuffled": torch.randperm}
+    enters, lands = (orders[order](tokens)[:24].clone() for _ in range(2))
+    enters[::5], lands[::7] = -1, -1
+    expected = torch.zeros(2, tokens, tokens, dtype=torch.float64)
+    means = naive_maps(inner).mean(1).unflatten(0, (2, windows))
+    for w, i, j in itertools.product(range(windows), range(l), range(l)):
+        to, of = int(lands[w * l + i]), int(enters[w * l + j])
+        if to >= 0 and of >= 0:
+            expected[:, to, of] += means[:, w, i, j]
+    operator = MovedOperator(inner, enters, lands, tokens)
+    close(operator.matrix("mean"), expected, torch.float64)
+    for start in range(0, tokens, 5):
+        stop = min(tokens, start + 5)
+        close(operator.row_tile(start, stop), expected[:, start:stop], torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["permuted", "reversed, convolved", "placed, convolved"])
+def test_edges_need_no_map_of_every_channel(kind, monkeypatch):
+    L = 40
+    operator = KINDS[kind](L).compose(left=normal(B, L, D), conv=normal(D, 3))
+    operator = operator.scaled(None, normal(B, L, D))
+    expected = operator.matrix().mean(1)
+
+    def no_rows(*_: object) -> Tensor:
+        raise AssertionError("rows of every channel were computed")
+
+    monkeypatch.setattr(DiagonalOperator, "map_rows", no_rows)
+    monkeypatch.setattr(TokenOperator, "_reduced", no_rows)
+    close(operator.row_tile(0, L), expected, torch.float64)
+
+
+def test_a_head_s_channel_mean_has_gradients():
+    operator = make_linear(7)
+    gate, taps, columns = normal(B, 7, D), normal(D, 3), normal(B, 7, D)
+
+    def mean(*factors: Tensor) -> Tensor:
+        gate, taps, columns = factors
+        return operator.compose(left=gate, conv=taps).scaled(None, columns).row_tile(2, 7)
+
+    assert torch.autograd.gradcheck(mean, [x.requires_grad_() for x in (gate, taps, columns)])

@@ -281,9 +281,21 @@ def test_what_depends_on_the_machine_is_refused(check_outputs):
     assert "alternative text" in found
 
 
-def test_the_table_of_rows_says_how_it_was_measured(tmp_path, monkeypatch):
+def test_the_tables_of_the_pages_are_those_that_their_script_writes(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
-    importlib.import_module("tables").write(tmp_path)
+    pages = importlib.import_module("tables").pages()
+    assert len(pages) == 2
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, f"run python docs/tables.py: {path.name}"
+
+
+def test_no_page_shows_a_directive_that_only_the_build_reads():
+    """A page is read on GitHub, too, where an included file is a line of code."""
+    for page in PAGES:
+        assert "{include}" not in page.read_text(encoding="utf-8"), page
+
+
+def test_the_table_of_rows_says_how_it_was_measured():
     measured = json.loads((ROOT / "benchmarks/results/linear_row.json").read_text())
     threads = {1: "one thread"}.get(measured["threads"], f"{measured['threads']} threads")
-    assert f"by {measured['clock']} on {threads} of a CPU" in (tmp_path / "measured.md").read_text()
+    assert f"by {measured['clock']} on {threads} of a CPU" in (DOCS / "measured.md").read_text()

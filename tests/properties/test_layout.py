@@ -4,6 +4,7 @@ lint-imports checks imports, and ruff how much a function does.
 """
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +84,14 @@ def test_retired_words_stay_retired():
             word = getattr(node, "id", None) or getattr(node, "attr", None)
             defined = getattr(node, "name", None)
             assert not {word, defined} & RETIRED, f"{name} uses {word or defined}"
+
+
+def test_scripts_of_the_page_share_no_name():
+    # They are joined into one script, in which a name that is declared twice is an error.
+    scripts = sorted((ROOT / "explanation/page/static").glob("*.js"))
+    declared = r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)"
+    names = Counter(
+        name for path in scripts for name in re.findall(declared, path.read_text(), re.MULTILINE)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+    assert len(names) > 100

@@ -40,7 +40,8 @@ TOKENS = ["<s>", "The", "Ġcat", "Ġ&", "Ċ", "$x$", "ĠÐ´Ð°", "<b>", ""]  #
 
 def test_the_public_names():
     assert visualization.__all__ == [
-        *("color_limit", "image_overlay", "interaction_map", "layer_overview", "map_strip"),
+        *("color_limit", "flow_graph", "image_overlay", "interaction_map", "layer_overview"),
+        "map_strip",
         *("readable_tokens", "receptive_field_map", "relevance_colors", "series_plot"),
         *("text_html", "text_record", "video_strip", "volume_slices"),
     ]

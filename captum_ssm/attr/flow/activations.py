@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 
 from captum_ssm.attr.mamba_lrp import RelevanceStandIns
 from captum_ssm.attr.relevance import coefficients_at, times
-from captum_ssm.capture import Request
+from captum_ssm.capture import FrozenCall, Request
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.recording import gradients_at
-from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.discovery.frozen_scans import scans_frozen
+from captum_ssm.discovery.scans.proof import Scan
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.utils.nested import tensors_in, with_first
 
 
@@ -28,7 +32,7 @@ class Activations:
         inputs, values, mixed (list of Tensor): what each scan's convolution, its recurrence, and
             its skip were given and returned, ``(B, L, D)``, in the scan's order: u, v and y.
         gated (Tensor): what the output projection is given, ``(B, L, D)``.
-        output (Tensor): what the mixer returns, ``(B, L, E)``.
+        output (Tensor): what the mixer returns, ``(B, L, E)``, or an image of as many tokens.
     """
 
     mixer: FrozenMixer = field(repr=False)
@@ -37,6 +41,11 @@ class Activations:
     mixed: list[Tensor]
     gated: Tensor
     output: Tensor
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the mixer was measured: only its scans and its output are in the graph."""
+        return not self.gated.requires_grad
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -49,6 +58,52 @@ class Activations:
         inputs, values, mixed = (list(tensors[k * n : (k + 1) * n]) for k in range(3))
         gated, output = tensors[3 * n :]
         return Activations(self.mixer, inputs, values, mixed, gated, output)
+
+
+@dataclass(frozen=True)
+class ScannedCall:
+    """A call of a mixer that was measured, which ran as it is, its scans frozen.
+
+    Args:
+        scans (list of Scan): its scans, alive in the graph.
+        output (Tensor): what it returned, ``(B, L, E)``.
+    """
+
+    scans: list[Scan]
+    output: Tensor
+
+    def activations(self, layer: FrozenCall) -> Activations:
+        """The activations of the call, as far as they are in the graph.
+
+        Raises:
+            UnsupportedModelError: for scans that are not those of the frozen mixer, one by one.
+        """
+        mixer = layer.mixer
+        parts = [scan for scan, _, _ in mixer.scans_in_order()]
+        pairs = zip(parts, self.scans, strict=False)
+        if len(parts) != len(self.scans) or not all(_is_same(part, scan) for part, scan in pairs):
+            raise UnsupportedModelError(
+                f"{layer.name} ({type(layer.call.module).__name__}) has no adapter, and its scans "
+                "work on the tokens in several ways at once, so its edges have no coefficients of "
+                "their own; expected scans of all tokens. Register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
+            )
+        return Activations(
+            mixer,
+            [part.inputs.detach() for part in parts],
+            [scan.values for scan in self.scans],
+            [scan.mixed for scan in self.scans],
+            mixer.gated_output().detach(),
+            self.output,
+        )
+
+
+def _is_same(part: FrozenMixer, scan: Scan) -> bool:
+    if part.values.shape != scan.values.shape:
+        return False
+    expected = part.values.detach().to(scan.values.dtype)
+    error = (scan.values.detach() - expected).norm()
+    return bool(error <= 1e-3 * expected.norm())
 
 
 @dataclass(frozen=True)
@@ -78,7 +133,7 @@ class ActivationStandIns(RelevanceStandIns):
         scale (float, optional): a factor of all edges in the run. Default: 1.0
 
     Attributes:
-        made_of (list of Activations): by mixer, in forward order.
+        made_of (list of Activations or ScannedCall): by mixer, in forward order.
         streams (list of BlockStream): by block, in forward order.
     """
 
@@ -93,7 +148,8 @@ class ActivationStandIns(RelevanceStandIns):
         self.scale = scale
         self.blocks = blocks or set()
         self.rule = rule
-        self.made_of: list[Activations] = []
+        self.made_of: list[Activations | ScannedCall] = []
+        self.scans: list[Scan] = []  # of the call that is running
         self.streams: list[BlockStream] = []
         self.kept_bytes = math.inf
 
@@ -103,11 +159,19 @@ class ActivationStandIns(RelevanceStandIns):
     def begin(self) -> None:
         super().begin()
         self.made_of.clear()
+        self.scans.clear()
         self.streams.clear()
+
+    def around(self, root: nn.Module) -> AbstractContextManager[None]:
+        return scans_frozen(root, self.scans.append)
 
     def __call__(self, call: MixerCall) -> Any:
         before = len(self.made_of)
         result = super().__call__(call)
+        is_measured = len(self.made_of) == before and find_adapter(call.module) is not None
+        if is_measured:
+            self.made_of.append(ScannedCall(list(self.scans), call.output))
+            self.scans.clear()
         if self.scale == 1 or len(self.made_of) == before:
             return result
         changed = self.made_of[-1].output
@@ -161,15 +225,21 @@ class PropagatedRun:
     """
 
     streams: list[BlockStream]
-    kept: list[Activations]
+    kept: Sequence[Activations]
     coefficients: dict[int, Tensor | None] = field(repr=False)
 
     @classmethod
     def of(
-        cls, stand_ins: ActivationStandIns, score: Tensor, rule: str, *, retain_graph: bool
+        cls,
+        stand_ins: ActivationStandIns,
+        kept: Sequence[Activations],
+        score: Tensor,
+        rule: str,
+        *,
+        retain_graph: bool,
     ) -> PropagatedRun:
         """A run's coefficients, from one backward pass by a rule."""
-        kept, streams, starts = stand_ins.made_of, stand_ins.streams, stand_ins.starts()
+        streams, starts = stand_ins.streams, stand_ins.starts()
         around = [x for stream in streams for x in (*stream.before, *stream.after)]
         inside = [x for one in kept for x in one.tensors]
         wanted = {id(x): x for x in (*starts, *inside, *around) if x.requires_grad}
@@ -215,4 +285,15 @@ def coefficients_of(
         coefficient = found.get(id(x))
         return torch.zeros_like(x) if coefficient is None else coefficient.detach()
 
-    return [layer.replaced([one(x) for x in layer.tensors]) for layer in kept]
+    return [
+        _known_past_scans(layer, layer.replaced([one(x) for x in layer.tensors])) for layer in kept
+    ]
+
+
+def _known_past_scans(kept: Activations, coefficients: Activations) -> Activations:
+    if not (kept.is_measured and kept.output.requires_grad):
+        return coefficients
+    mixer = kept.mixer
+    at_output = coefficients.output.to(kept.gated.dtype).reshape(*kept.gated.shape[:2], -1)
+    at_output = at_output if mixer.out_gate is None else at_output * mixer.out_gate
+    return replace(coefficients, gated=at_output @ mixer.out_weight)

@@ -61,9 +61,9 @@ class DirectRun:
     at_streams: dict[int, Tensor]
 
     @classmethod
-    def of(cls, stand_ins: DirectStandIns, score: Tensor) -> DirectRun:
+    def of(cls, stand_ins: DirectStandIns, kept: Sequence[Activations], score: Tensor) -> DirectRun:
         """The direct coefficients of a run, in two backward passes."""
-        kept, written, starts = stand_ins.made_of, stand_ins.written, stand_ins.starts()
+        written, starts = stand_ins.written, stand_ins.starts()
         order: list[int | Written] = sorted(
             [*range(len(kept)), *written],
             key=lambda one: one if isinstance(one, int) else one.mixers - 0.5,

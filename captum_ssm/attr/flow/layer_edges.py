@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.activations import Activations
+from captum_ssm.capture import FrozenCall
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import COMPONENTS
+from captum_ssm.mixers.reordered import ReorderedMixer
 from captum_ssm.operators import (
     PermutedOperator,
     SoftmaxOperator,
@@ -64,7 +66,8 @@ class LayerEdges:
         out (Tensor): ``(B, L)``, the relevance of what the mixer returns at each token.
         skip (Tensor): ``(B, L)``, what goes through the scan's skip; zero for ``"unified"`` edges,
             which include it.
-        gate (Tensor): ``(B, L)``, what the gate's argument takes by the half rule.
+        gate (Tensor): ``(B, L)``, what the gate's argument takes by the half rule; of a mixer that
+            was measured, all that is neither an edge nor the skip nor a bias.
         bias (Tensor): ``(B, L)``, what the biases of the convolution, the norm and the output
             projection contribute, and what a centered norm subtracts.
         drawn (Tensor): ``(B, L)``, the relevance of each token as a source of the edges: of the
@@ -144,8 +147,7 @@ class LayerEdges:
     @cached_property
     def out_of(self) -> Tensor:
         """What the edges out of each token carry, ``(B, L)``, in time linear in L."""
-        ones = torch.ones_like(self.out)
-        return self.operator.rmatvec(ones, "mean") * self.operator.channels
+        return _columns(self.operator)
 
     def ranking(self, k: int, by: str = "size", *, between: bool = False) -> Ranking:
         """The k largest edges, found a tile of rows at a time.
@@ -202,23 +204,19 @@ class LayerEdges:
 
 
 def layer_edges(
-    name: str,
-    kept: Activations,
-    coefficients: Activations,
-    formulation: str,
-    order: Tensor | None = None,
+    layer: FrozenCall, kept: Activations, coefficients: Activations, formulation: str
 ) -> LayerEdges:
     """The edges of one mixer, over the model's tokens.
 
     Args:
-        name (str): the mixer's path.
+        layer (FrozenCall): the mixer's call.
         kept (Activations): of the run.
         coefficients (Activations): of the score at these.
         formulation (str): ``"hidden"`` or ``"unified"``.
-        order (Tensor, optional): ``(1, L)``: token t of the mixer's is this one of the model's;
-            None for the same. Default: None
     """
-    mixer = kept.mixer
+    mixer, name = kept.mixer, layer.name
+    # A mixer that was frozen after the run is over the model's tokens already.
+    order = None if isinstance(mixer, ReorderedMixer) else layer.order
     g = [x.detach() for x in coefficients.mixed]
     if order is not None and len(order) > 1:
         raise UnsupportedModelError(
@@ -232,18 +230,18 @@ def layer_edges(
         operator, drawn = _unified(mixer, kept, coefficients, g)
         skip = torch.zeros_like(drawn)
         bias = _of_scans(mixer, [_conv_bias(s, x) for (s, _, _), x in _with(mixer, g)])
-    gate = _of_scans(
-        mixer,
-        [
-            (x * y.detach()).sum(-1) if scan.gate_argument is not None else 0 * y[..., 0].detach()
-            for (scan, _, _), x, y in zip(mixer.scans_in_order(), g, kept.mixed, strict=True)
-        ],
+    out, gated = (
+        _relevance(c, x).reshape(*kept.gated.shape[:2], -1).sum(-1)
+        for c, x in ((coefficients.output, kept.output), (coefficients.gated, kept.gated))
     )
-    out = _relevance(coefficients.output, kept.output)
-    gated = _relevance(coefficients.gated, kept.gated)
-    bias = bias + out - gated
-    if mixer.offset is not None:
-        bias = bias + (coefficients.gated * mixer.offset).sum(-1)
+    offset = 0.0 if mixer.offset is None else (coefficients.gated * mixer.offset).sum(-1)
+    bias = bias + out - gated + offset
+    mixed = [_relevance(x, y).sum(-1) for x, y in zip(g, kept.mixed, strict=True)]
+    if kept.is_measured:  # whether its gate is an activation was not
+        gate = gated - offset - _of_scans(mixer, mixed)
+    else:
+        halved = [scan.gate_argument is not None for scan, _, _ in mixer.scans_in_order()]
+        gate = _of_scans(mixer, [y * is_half for y, is_half in zip(mixed, halved, strict=True)])
     if order is not None:
         back = torch.argsort(order[0]).to(out.device)
         operator = PermutedOperator(operator, order[0].to(out.device))
@@ -299,6 +297,8 @@ def _hidden(
         for (scan, _, _), x, v in zip(scans, g, values, strict=True)
     ]
     operator = parts[0] if len(parts) == 1 else SumOperator(tuple(parts))
+    if kept.is_measured and len(parts) > 1:  # whose values may be one tensor
+        return operator, _columns(operator) + _of_scans(mixer, skip), _of_scans(mixer, skip)
     return operator, _of_scans(mixer, drawn), _of_scans(mixer, skip)
 
 
@@ -308,10 +308,15 @@ def _unified(
     inputs = mixer.inputs.detach()
     whole = mixer.with_row_factors(g).operator("unified", COMPONENTS).detach()
     operator = whole.scaled(None, inputs)
-    if len(g) > 1:  # the scans share their input, at which no coefficient is read
-        ones = torch.ones_like(inputs[..., 0])
-        return operator, operator.rmatvec(ones, "mean") * operator.channels
+    if len(g) > 1 or not kept.inputs[0].requires_grad:  # at which no coefficient is read
+        return operator, _columns(operator)
     return operator, (coefficients.inputs[0] * kept.inputs[0].detach()).sum(-1)
+
+
+def _columns(operator: TokenOperator) -> Tensor:
+    # What the edges out of each token carry, (B, L).
+    ones = torch.ones(operator.batch, operator.length, dtype=operator.dtype, device=operator.device)
+    return operator.rmatvec(ones, "mean") * operator.channels
 
 
 def _conv_bias(scan: FrozenMixer, g: Tensor) -> Tensor:
@@ -347,6 +352,5 @@ def _of_scans(mixer: FrozenMixer, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _relevance(coefficient: Tensor, x: Tensor) -> Tensor:
-    # (B, L), of a tensor (B, L, E).
-    product = coefficient.detach().to(torch.promote_types(x.dtype, torch.float32)) * x.detach()
-    return product.flatten(2).sum(-1)
+    # Of a tensor's entries, in its shape.
+    return coefficient.detach().to(torch.promote_types(x.dtype, torch.float32)) * x.detach()

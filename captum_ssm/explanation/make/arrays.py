@@ -76,6 +76,22 @@ class Given:
     std: Any = None
     note: str = ""
 
+    def named(self, features: Sequence[str] | None) -> Given:
+        """The same, with other names of its features; None leaves them.
+
+        Raises:
+            ValueError: for another number of names, or an input without features.
+        """
+        if features is None:
+            return self
+        count = len(self.features)
+        if isinstance(features, str) or len(features) != count or not count:
+            has = f"{count} feature{'s' * (count != 1)}" if count else "no features"
+            raise ValueError(
+                f"features is {features!r}; the {self.kind} has {has}: expected one name for each."
+            )
+        return replace(self, features=tuple(map(str, features)))
+
 
 @dataclass(frozen=True)
 class Trial:

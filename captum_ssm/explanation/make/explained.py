@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import LaTIM
 from captum_ssm.explanation import Example, Maps, Span
+from captum_ssm.explanation.make.circuits import circuits
 from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.run import Run
@@ -52,6 +53,7 @@ def explained_text(
         _units(whole, prompt, spans),
         maps=maps,
         validation=questions.validation,
+        circuits=circuits(questions, ids, whole.tokens),
     )
 
 

@@ -77,8 +77,10 @@ def explain(
     maps: bool | str | Sequence[str] = False,
     layers: int | str | Sequence[int | str] | None = None,
     lens: bool = False,
+    circuit: bool = False,
     processor: Any = None,
     labels: Sequence[str] | Mapping[int, str] | None = None,
+    features: Sequence[str] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     title: str | None = None,
@@ -169,12 +171,18 @@ def explain(
         lens (bool, optional): also keep the likeliest answers after each layer, by the model's
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
+        circuit (bool, optional): also keep, for the answer explained first at each output of a
+            text, which token reads which other one in which layer: the flow graphs of
+            :class:`~captum_ssm.attr.RelevanceFlow`, in ``Example.circuits``. Skipped, with a note
+            in ``settings``, for models without such a graph. Default: False
         processor (Callable, optional): the image processor of the model, or a function from a
             picture to a tensor ``(C, H, W)``; it may also stand in the tokenizer's place.
             Default: None
         labels (sequence or dict of str, optional): the names of the model's classes; None for
             those of its configuration. The outputs of a model of series or tables are classes if
             they have names, else numbers. Default: None
+        features (sequence of str, optional): the names of the features of a series, or of the
+            columns of a table's row; None for those of a pandas table, else numbers. Default: None
         mean, std (sequence of float, optional): how pixels are normalized: bytes are, and floats
             are shown as they were before. None for those of the processor; without one bytes are
             only scaled, and of floats the range is shown. Default: None
@@ -214,7 +222,7 @@ def explain(
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
     setup = parse_setup(
-        model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate
+        model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate, circuit
     )
     spans = parse_spans(units)
     writing = parse_generation(max_new_tokens, generation, target, position)
@@ -224,6 +232,8 @@ def explain(
         tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
     about = TextSetup(tokenizer, position, spans)
     questions: Sequence[Answerable]
+    if features is not None and (messages is not None or texts is not None):
+        raise TypeError("features names those of a series or a table, and the input is a text.")
     if messages is not None:
         is_written = writing is not None
         questions = chat_questions(setup, messages, target, against, labels, about, is_written)
@@ -234,6 +244,7 @@ def explain(
         found = given(setup.model, image, own if processor is None else processor, mean, std)
         if found.note:
             setup.note(found.note)
+        found = found.named(features)
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
     with showing(None if show_progress else False):
@@ -254,6 +265,7 @@ def _explanation(
         "maps": setup.maps,
         "layers": setup.layers,
         "lens": setup.lens,
+        "circuit": setup.circuit,
         "dtype": str(first.dtype).removeprefix("torch."),
         "device": str(first.device),
         "notes": setup.notes,

@@ -100,5 +100,5 @@ def _check_options(name: str, options: Mapping[str, Any], known: list[str]) -> N
     if unknown:
         raise ValueError(
             f"methods[{name!r}] holds the option {unknown[0]!r}; expected "
-            f"{', '.join(known) or 'no options'}."
+            f"{', '.join(known) or 'no options'}.{did_you_mean(unknown[0], known)}"
         )

@@ -26,6 +26,7 @@ def parse_setup(
     memory_limit: int | None,
     tokenizer: Any = None,
     validate: bool = False,
+    circuit: bool = False,
 ) -> Setup:
     """How examples are explained.
 
@@ -55,6 +56,7 @@ def parse_setup(
         Replacement.of(tokenizer),
         bool(validate),
         isinstance(methods, str) and methods == ALL,
+        bool(circuit),
     )
 
 

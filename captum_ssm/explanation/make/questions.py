@@ -45,6 +45,7 @@ class Setup:
     replacement: Replacement = field(default_factory=partial(Replacement, 0, "token 0"))
     validate: bool = False
     skips_failing: bool = False
+    circuit: bool = False
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from captum_ssm.explanation.circuits import check_circuits
 from captum_ssm.explanation.page.opening import opening_of
 from captum_ssm.explanation.parts import (
     END,
@@ -75,6 +76,7 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
         "maps": [_maps(maps) for maps in example.maps],
         "validation": _validation(example.validation),
         "opening": opening_of(example, next(iter(found))) if is_written and found else None,
+        "circuits": _circuits(example),
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)
@@ -91,6 +93,16 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
         },
         "rows": {name: packed(rows) for name, rows in found.items()},
     }
+
+
+def _circuits(example: Example) -> list[dict[str, Any]]:
+    # What the explanation says elsewhere is left out.
+    check_circuits(example, f"the example {example.name!r}")
+    left_out = {"format", "title", "model", "formulation"}
+    return [
+        {name: value for name, value in circuit.items() if name not in left_out}
+        for circuit in example.circuits
+    ]
 
 
 def _validation(check: Validation | None) -> dict[str, Any] | None:

@@ -15,8 +15,10 @@ from captum_ssm.explanation.parts import ExplanationData
 
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
-    *("words", "dom", "format", "host", "data", "state", "colors"),
+    *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors"),
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
+    *("flow_layout", "flow_words", "flow_picture", "flow_strip"),
+    *("flow_curve", "flow_ledger", "flow"),
     *("turns", "text", "image", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
@@ -98,7 +100,7 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
 
 @cache
 def stylesheet() -> str:
-    return _read("page.css")
+    return _read("page.css") + _read("flow.css")
 
 
 @cache

@@ -1,5 +1,6 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
+import { FlowGraph } from "./flow_graph.js";
 import { count, plain, visible } from "./format.js";
 
 const TEMPLATE = "template"; // the turn of what no message says
@@ -69,6 +70,7 @@ export class Example {
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.check = data.validation;
     this.readsMost = data.opening ?? null; // where the page of an answer of several tokens opens
+    this.circuits = (data.circuits ?? []).map((circuit) => new FlowGraph(circuit));
     this.special = new Set(special);
     this.unknown = new Map(unknown); // what the model reads in the place of unknown words
     this.isImage = Boolean(data.image);
@@ -97,6 +99,12 @@ export class Example {
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
     })));
+  }
+
+  // The circuit of an answer, if it was computed.
+  circuit({ output, answer }) {
+    const { position, answers } = this.outputs[output];
+    return this.circuits.find((graph) => [null, graph.at].includes(position) && graph.answer === answers[answer].text);
   }
 
   #textUnits(units) {

@@ -7,6 +7,7 @@ import { Example, limit } from "./data.js";
 import { clamp, element, hasModifier } from "./dom.js";
 import { Examples } from "./examples.js";
 import { count, visible } from "./format.js";
+import { Flow } from "./flow.js";
 import { Help } from "./help.js";
 import { hostIsDark, watchHost } from "./host.js";
 import { Legend } from "./legend.js";
@@ -58,7 +59,8 @@ class Page {
 
   set(change) {
     this.state.change(change);
-    this.update();
+    if (this.flow.owns(change)) this.flow.update(this.state);
+    else this.update();
   }
 
   // The parts that never change.
@@ -78,6 +80,7 @@ class Page {
     this.common = new Common(this);
     this.question = new Question();
     this.picks = new Picks(this);
+    this.flow = new Flow(this);
     this.settings = new Settings(this);
     this.panels = new Panels(this);
     this.reading = new Reading(this);
@@ -94,7 +97,7 @@ class Page {
         element("div", { class: "tools" }, this.themeButton, helpButton)),
       this.list.node,
       element("div", { class: "body" }, this.common.node, this.question.node, this.picks.node,
-        this.settings.node,
+        this.flow.node, this.settings.node,
         element("div", { class: "work" }, this.panels.node,
           element("aside", { "aria-label": "Scale and largest sources" },
             element("div", {}, this.legend.node, this.quantile.node, this.least.node),
@@ -199,6 +202,7 @@ class Page {
     this.common.update(state);
     this.question.update(state);
     this.picks.update(state);
+    this.flow.update(state);
     this.settings.update(state);
     this.quantile.show(state.values.q);
     this.least.show(state.values.min);

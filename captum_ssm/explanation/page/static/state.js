@@ -1,5 +1,6 @@
 // What is shown, in words that fit into a URL: #t=12&m=mamba-lrp. Invalid values are ignored.
 import { range } from "./dom.js";
+import { FLOW_START, FLOW_SWITCHES } from "./flow_graph.js";
 import { name } from "./format.js";
 
 export const QUANTILES = [50, 75, 90, 95, 98, 99, 99.5, 99.9, 100];
@@ -33,6 +34,8 @@ export class State {
       last: 1, // whether the prompt's last token is shown
       template: 1, // whether the chat template's own tokens are shown
       map: "", // the open map
+      ...FLOW_START, // of the circuit: edges, path, and the chosen node or edge
+      ...FLOW_SWITCHES,
       opacity: 80,
       gray: 1, // whether the picture is gray
       grid: 1, // whether patches are outlined
@@ -79,6 +82,7 @@ export class State {
     Object.assign(this.values, change);
     if (this.example !== example) Object.assign(this.values, this.#first(), { b: "", map: "" });
     else if ("t" in change) this.values.n = -1;
+    if (this.example !== example || "t" in change) Object.assign(this.values, FLOW_START);
     this.correct();
     this.write();
   }
@@ -101,6 +105,7 @@ export class State {
       sort: Object.keys(ORDERS),
       map: ["", ...this.mapIds],
       theme: ["", "light", "dark"],
+      ...Object.fromEntries(Object.keys(FLOW_SWITCHES).map((key) => [key, [0, 1]])),
     };
     for (const [key, list] of Object.entries(allowed)) {
       if (!list.includes(values[key])) values[key] = defaults[key];
@@ -110,6 +115,7 @@ export class State {
     if (!example.pick(values.t)) values.t = defaults.t;
     this.pick = example.pick(values.t) ?? { output: 0, answer: example.outputs[0].chosen };
     values.t = example.written(this.pick);
+    Object.assign(values, example.circuit(this.pick)?.corrected(values) ?? FLOW_START);
     if (this.picks.length < 2 && values.view === "pair") values.view = "one";
     if (values.view === "pair") {
       values.n = -1;

@@ -1,0 +1,120 @@
+"""Show the circuit of a prediction: which token reads which other one, in which layer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from captum_ssm.cli.arguments import check_output, numbers, write
+from captum_ssm.cli.loading import (
+    MODEL,
+    add_loading,
+    check_device,
+    found_model,
+    load_model,
+    load_tokenizer,
+    quiet,
+)
+from captum_ssm.cli.terminal import visible
+from captum_ssm.explanation import Example, Explanation
+from captum_ssm.explanation.make import explain
+
+DATA, PICTURES = (".html", ".json"), (".png", ".svg", ".pdf")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.usage = f"{parser.prog} MODEL (--text TEXT | --ids IDS) [options]"
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--text", help="The text that the model reads.")
+    inputs.add_argument("--ids", help="Token ids in place of a text, such as '3,1,4'.")
+    parser.add_argument(
+        "--target",
+        help="The continuation that is explained, one circuit per token, or with --ids its token "
+        "ids; for a classifier a class or its label. Default: what the model predicts",
+    )
+    parser.add_argument(
+        "--edges",
+        type=int,
+        default=10,
+        metavar="N",
+        help="How many of the largest edges are printed. Default: 10",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="Where to write a page (.html), the data (.json) or a picture of the first circuit "
+        "(.png, .svg, .pdf).",
+    )
+    add_loading(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Explain, print, and write."""
+    check_output(args.output, (*DATA, *PICTURES))
+    if args.edges < 0:
+        raise ValueError(f"--edges is {args.edges}; expected 0 or more.")
+    asked: dict[str, Any] = {"inputs": args.text, "target": args.target}
+    if args.ids is not None:
+        asked = {"inputs": [numbers(args.ids, "--ids")], "target": numbers(args.target, "--target")}
+    args.model = found_model(args.model)
+    check_device(args.device)
+    with quiet():
+        model = load_model(args, images=False)
+        tokenizer = load_tokenizer(args.model) if args.ids is None else None
+        found = explain(model, tokenizer, **asked, circuit=True)
+    (example,) = found.examples
+    if not example.circuits:
+        raise ValueError(f"{args.model} has no circuit here: {'; '.join(found.settings['notes'])}")
+    for circuit in example.circuits:
+        _show(circuit, args.edges)
+    if args.output is not None:
+        _write(found, example, args.output)
+
+
+def _write(found: Explanation, example: Example, path: Path) -> None:
+    if path.suffix in DATA:
+        write(found, path)
+        return
+    from captum_ssm.visualization import flow_graph
+
+    flow_graph(example.circuits[0], title=found.title).savefig(path, dpi=200)
+    print(f"\nwrote {path}")
+
+
+def _show(circuit: Mapping[str, Any], count: int) -> None:
+    score = circuit["score"]["value"]
+    print(f"{_named(circuit['answer'])}, score {score:+.4g}, read at {_token(circuit, -1)}\n")
+    print("Paths, by their share of the score:")
+    for path in circuit["paths"]:
+        print(f"  {path['share']:6.1%}  {_way(circuit, path['nodes'])}")
+    ranked = circuit["edges"][: min(count, circuit["ranked"])]
+    print(f"\nThe largest {len(ranked)} of {circuit['of']:,} edges between tokens:")
+    for layer, source, target, value, *_ in ranked:
+        kind = circuit["layers"][layer]["kind"]
+        reads = f"{_token(circuit, target)} reads {_token(circuit, source)}"
+        print(f"  {value:+9.4g}  {value / (score or 1):7.1%}  layer {layer}, {kind}: {reads}")
+    print()
+
+
+def _way(circuit: Mapping[str, Any], nodes: list[list[int]]) -> str:
+    # The tokens of a path, and the layers in which it goes from one to the next.
+    text = _token(circuit, nodes[0][1])
+    for (layer, source), (_, target) in pairwise(nodes):
+        if source != target:
+            text += f" -> {_token(circuit, target)} in layer {layer}"
+    return text if "->" in text else f"{text} keeps its own"
+
+
+def _token(circuit: Mapping[str, Any], t: int) -> str:
+    place = circuit["at"] if t < 0 else t
+    return f"{_named(circuit['tokens'][place])} ({place})"
+
+
+def _named(text: str) -> str:
+    return f"'{visible(text.strip() or text)}'"

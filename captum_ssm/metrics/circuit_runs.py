@@ -1,0 +1,209 @@
+"""What a model answers in its own runs with some edges only, and how edges are ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.flow.edge import Edge
+from captum_ssm.attr.flow.edges import RANKINGS, RelevanceEdges
+from captum_ssm.capture import Request
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.target import one_query
+from captum_ssm.interventions.circuit import circuit
+from captum_ssm.interventions.runs import repeated, runs_at_once
+from captum_ssm.metrics.perturbation import classes
+
+# Edges from the first to the last that is kept: as a method returns them, as maps by layer, or as
+# a list.
+RankedEdges: TypeAlias = RelevanceEdges | Mapping[str, Tensor] | Iterable[Edge]
+
+
+@dataclass(frozen=True)
+class CircuitRuns:
+    """Runs of one input with some edges of the model only, and their scores.
+
+    Args:
+        request (Request): the input.
+        rows (Tensor, optional): ``(B,)``, the token whose logits are the answer's, of outputs with
+            logits per token; None for outputs ``(B, V)``.
+        whole (Tensor): ``(B, V)``, the logits of the model itself.
+        target, foil (Tensor): ``(B,)``, the answer and the one that it is compared with: the
+            runner-up if none was given.
+        others (Tensor): ``(B, V)``, the weights of the answers whose logits are subtracted from
+            the target's in the score.
+        options (dict): how edges are removed, of :func:`~captum_ssm.interventions.circuit`.
+        at_once (int): how many runs are joined into one.
+    """
+
+    request: Request
+    rows: Tensor | None
+    whole: Tensor
+    target: Tensor
+    foil: Tensor
+    others: Tensor
+    options: dict[str, Any]
+    at_once: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        target: Any,
+        foil: Any = None,
+        *,
+        position: Any = None,
+        perturbations_per_eval: int = 1,
+        **options: Any,
+    ) -> CircuitRuns:
+        """Runs with a score for each example.
+
+        The score is the target's logit minus the foil's; without a foil, minus the mean logit of
+        all others by the probabilities that they have in the whole model's run.
+
+        Raises:
+            ValueError, TypeError: for a target or a foil that is no class of the output, or a
+                model that returns no logits of at least two.
+        """
+        at_once = runs_at_once(perturbations_per_eval)
+        with torch.no_grad():
+            output = extract_logits(request.run())
+        rows = _rows(request, output, position) if output.dim() == 3 else None
+        whole = _answers(output, rows)
+        index = classes("target", target, whole)[:, None]
+        weights = whole.double().scatter(1, index, -torch.inf).softmax(1)
+        if foil is None:
+            wrong = weights.argmax(1)
+        else:
+            wrong = classes("foil", foil, whole)
+            if bool((wrong == index[:, 0]).any()):
+                raise ValueError(
+                    f"foil is the target in an example: both are {foil!r}; expected another answer."
+                )
+            weights = torch.zeros_like(weights).scatter(1, wrong[:, None], 1.0)
+        return cls(request, rows, whole, index[:, 0], wrong, weights, options, at_once)
+
+    @property
+    def model(self) -> Any:
+        """The model that runs."""
+        return self.request.model
+
+    def logits(self, kept: Sequence[Sequence[Edge]], *, remove: bool = False) -> Tensor:
+        """The logits of the runs with each of K sets of edges, or without them: ``(K, B, V)``."""
+        found = []
+        for start in range(0, len(kept), self.at_once):
+            part = kept[start : start + self.at_once]
+            joined = _joined(part, self.request.batch)
+            with torch.no_grad(), circuit(self.model, joined, remove=remove, **self.options):
+                output = extract_logits(repeated(self.request, len(part)).run())
+            rows = None if self.rows is None else self.rows.repeat(len(part))
+            found.append(_answers(output, rows).unflatten(0, (len(part), -1)))
+        return torch.cat(found)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The scores ``(..., B)`` of logits ``(..., B, V)``, in float64."""
+        wide = logits.double()
+        index = self.target[:, None].expand(*wide.shape[:-1], 1)
+        return wide.gather(-1, index)[..., 0] - (self.others * wide).sum(-1)
+
+
+def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[list[Edge]]:
+    """The k first edges of each example, in order.
+
+    Args:
+        edges (RelevanceEdges, dict or iterable of Edge): relevance, of which the largest are
+            taken; maps ``(B, L, L)`` by layer, of which the largest are taken; or edges in order.
+        batch (int): B.
+        k (int): how many, at most.
+        by (str, optional): of what is ranked here, ``"size"`` or ``"signed"``. Default: ``"size"``
+
+    Raises:
+        ValueError: for an unknown ranking, or maps of another shape.
+        TypeError: for something else than edges.
+    """
+    if by not in RANKINGS:
+        raise ValueError(f"by is {by!r}; expected one of {RANKINGS}.")
+    if isinstance(edges, RelevanceEdges):
+        listed = edges.top(k, by=by)
+    elif isinstance(edges, Mapping):
+        listed = _largest(edges, batch, k, by)
+    else:
+        listed = list(edges) if isinstance(edges, Iterable) else [edges]
+        wrong = [item for item in listed if not isinstance(item, Edge)]
+        if wrong:
+            raise TypeError(
+                f"edges holds {type(wrong[0]).__name__}; expected RelevanceEdges, a dict from "
+                "layers to maps (B, L, L), or captum_ssm.attr.Edge objects, the first ones first."
+            )
+    found: list[list[Edge]] = [[] for _ in range(batch)]
+    for edge in listed:
+        for example in range(batch) if edge.example is None else (edge.example,):
+            if not -batch <= example < batch:
+                raise ValueError(f"edges holds {edge} for a batch of {batch} examples.")
+            if len(found[example]) < k:
+                found[example].append(replace(edge, example=example % batch))
+    return found
+
+
+def _largest(maps: Mapping[str, Tensor], batch: int, k: int, by: str) -> list[Edge]:
+    found: list[list[Edge]] = [[] for _ in range(batch)]
+    for layer, scores in maps.items():
+        shape = tuple(scores.shape)
+        if len(shape) != 3 or shape[0] != batch or shape[1] != shape[2]:
+            raise ValueError(
+                f"the map of {layer} has shape {shape}; expected ({batch}, L, L), target and "
+                "source of each example."
+            )
+        size = (scores.abs() if by == "size" else scores).detach().flatten(1)
+        best, at = size.topk(min(k, size.shape[1]), 1)
+        L = shape[1]
+        for example in range(batch):
+            found[example] += [
+                Edge(layer, index // L, index % L, value, example=example)
+                for value, index in zip(best[example].tolist(), at[example].tolist(), strict=True)
+                if value > 0
+            ]
+    return [e for part in found for e in sorted(part, key=lambda e: -e.relevance)[:k]]
+
+
+def _joined(sets: Sequence[Sequence[Edge]], batch: int) -> list[Edge]:
+    # Edges of several runs of the same B examples, which are one batch.
+    if len(sets) == 1:
+        return list(sets[0])
+    return [
+        replace(edge, example=n * batch + example)
+        for n, edges in enumerate(sets)
+        for edge in edges
+        for example in (range(batch) if edge.example is None else (edge.example,))
+    ]
+
+
+def _rows(request: Request, logits: Tensor, position: Any) -> Tensor:
+    # The token (B,) that is asked for, among those that logits are returned of, from the end.
+    mask = request.named.get("attention_mask")
+    L = request.inputs[0].shape[1]
+    if not torch.is_tensor(mask) or mask.shape != (request.batch, L):
+        mask = None
+    real = None if mask is None else mask != 0
+    query = one_query(position, (request.batch, L), real, logits.device)
+    return query.argmax(1) - L
+
+
+def _answers(output: Tensor, rows: Tensor | None) -> Tensor:
+    if rows is not None and output.dim() == 3:
+        if int(rows.min()) < -output.shape[1]:
+            raise ValueError(
+                f"the model returned logits of its last {output.shape[1]} tokens, and the position "
+                "asked for is before them."
+            )
+        output = output[torch.arange(len(output), device=output.device), rows]
+    if output.dim() != 2 or output.shape[1] < 2:
+        raise ValueError(
+            f"the model returned {tuple(output.shape)}; expected logits of two or more answers, "
+            "(B, V) or (B, L, V)."
+        )
+    return output

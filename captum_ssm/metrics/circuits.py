@@ -1,0 +1,270 @@
+"""Circuits: does the model still give its answer by some edges only?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.relevance_flow import RelevanceFlow
+from captum_ssm.capture import Request
+from captum_ssm.interventions.reference import Reference
+from captum_ssm.metrics.circuit_runs import CircuitRuns, RankedEdges, ranked
+from captum_ssm.metrics.interval import Interval, bootstrap
+from captum_ssm.metrics.perturbation import Curve
+from captum_ssm.utils.integers import as_index
+
+KS = (1, 2, 5, 10, 20, 50, 100)
+LARGEST_GAP = 2.0
+COLUMNS = {
+    "kept": "answer with these only",
+    "removed": "answer without them",
+    "recovered": "score recovered",
+    "gap": "gap to the model",
+    "control": "foil, by edges for the foil",
+}
+
+
+@dataclass(frozen=True)
+class CircuitFaithfulness:
+    """What a model answers with the first k edges of a ranking only, and without them.
+
+    Curves are per example and k; :meth:`estimate` gives their areas over log k with intervals,
+    and printing shows all of it as a table.
+
+    Args:
+        ks (tuple of int): K numbers of edges, ascending.
+        kept (Tensor): ``(B, K)``, 1 where the answer comes first with the k first edges only.
+        removed (Tensor): ``(B, K)``, 1 where it comes first without them.
+        scores (Tensor): ``(B, K)``, the score with these edges only: the answer's logit minus the
+            foil's, or minus the mean logit of all others.
+        control (Tensor, optional): ``(B, K)``, 1 where the *foil* comes first with the k first
+            edges of a ranking for the foil. A faithful way to choose edges does not make a model
+            give answers that it does not give. None where there is no such ranking.
+        whole, none (Tensor): ``(B,)``, the score with all edges, and with none.
+        kept_whole, kept_none (Tensor): ``(B,)``, whether the answer comes first there.
+        control_whole, control_none (Tensor): ``(B,)``, whether the foil comes first there.
+
+    Examples::
+
+        >>> edges = RelevanceFlow(model).edges(input_ids, target=5)
+        >>> result = circuit_faithfulness(model, input_ids, edges, target=5, ks=(1, 5, 20))
+        >>> result.recovered.shape
+        torch.Size([1, 3])
+        >>> sorted(result.estimate())
+        ['control', 'gap', 'kept', 'recovered', 'removed']
+    """
+
+    ks: tuple[int, ...]
+    kept: Tensor
+    removed: Tensor
+    scores: Tensor
+    control: Tensor | None
+    whole: Tensor
+    none: Tensor
+    kept_whole: Tensor
+    kept_none: Tensor
+    control_whole: Tensor
+    control_none: Tensor
+
+    @property
+    def recovered(self) -> Tensor:
+        """How far each example's score is from that of no edge (0) to that of all (1).
+
+        ``(B, K)``; NaN where all edges together change nothing.
+        """
+        share = (self.scores - self.none[:, None]) / (self.whole - self.none)[:, None]
+        return share.where((self.whole != self.none)[:, None], torch.nan)
+
+    @property
+    def gap(self) -> Tensor:
+        """How far :attr:`recovered` is from 1, at most 2: ``(B, K)``."""
+        return (1 - self.recovered).abs().clamp(max=LARGEST_GAP)
+
+    def estimate(self, **options: Any) -> dict[str, Interval]:
+        """The areas over log k, as means over examples with their intervals.
+
+        ``"recovered"`` is the ratio of the means, which an example that hardly depends on its
+        edges does not dominate. Keyword arguments are those of :func:`bootstrap`.
+        """
+        log_k = torch.tensor(self.ks).double().log()
+        return self._estimated(lambda curve: Curve(log_k, curve).areas, options)
+
+    def at(self, k: int, **options: Any) -> dict[str, Interval]:
+        """The means for one of :attr:`ks`, with the names and the options of :meth:`estimate`.
+
+        Raises:
+            ValueError: for a k that was not measured.
+        """
+        if k not in self.ks:
+            raise ValueError(f"k is {k}; expected one of {self.ks}, which were measured.")
+        return self._estimated(lambda curve: curve[:, self.ks.index(k)], options)
+
+    def _estimated(
+        self, read: Callable[[Tensor], Tensor], options: dict[str, Any]
+    ) -> dict[str, Interval]:
+        curves = {"kept": self.kept, "removed": self.removed, "gap": self.gap}
+        if self.control is not None:
+            curves["control"] = self.control
+        found = {name: _mean(read(curve), **options) for name, curve in curves.items()}
+        parts = read(self.scores), self.none, self.whole
+        return found | {"recovered": bootstrap(*parts, statistic=_ratio, **options)}
+
+    def table(self, **options: Any) -> str:
+        """All numbers as a table in Markdown; keyword arguments are those of :func:`bootstrap`."""
+        at = {str(k): self.at(k, **options) for k in self.ks}
+        none = self._end(0.0, self.kept_none, self.control_none)
+        whole = self._end(1.0, self.kept_whole, self.control_whole)
+        rows = {"none": none, **at, "all": whole, "area": self.estimate(**options)}
+        lines = [["edges", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
+        lines += [[label, *(str(row.get(n, "")) for n in COLUMNS)] for label, row in rows.items()]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def _end(self, recovered: float, kept: Tensor, control: Tensor) -> dict[str, Any]:
+        found = {"kept": f"{kept.mean():.3f}", "recovered": f"{recovered:.3f}"}
+        return found if self.control is None else {**found, "control": f"{control.mean():.3f}"}
+
+    def __str__(self) -> str:
+        about = f"{len(self.whole)} examples, 95% intervals; areas over log k"
+        return f"{about}\n{self.table()}"
+
+
+def circuit_faithfulness(
+    forward_func: Callable[..., Any],
+    inputs: Any,
+    edges: RankedEdges,
+    target: Any,
+    foil: Any = None,
+    *,
+    ks: Sequence[int] = KS,
+    by: str = "size",
+    control: RankedEdges | None = None,
+    ablation: str | Reference = "zero",
+    formulation: str = "hidden",
+    coefficients: str = "run",
+    model: Any = None,
+    additional_forward_args: Any = None,
+    position: Any = None,
+    perturbations_per_eval: int = 1,
+) -> CircuitFaithfulness:
+    r"""Whether the first edges of a ranking suffice for an answer, and whether it needs them.
+
+    For each k the model runs with the k first edges of each example only, and without them, see
+    :func:`captum_ssm.interventions.circuit`. As a control, it also runs with the k first edges of a
+    ranking for a wrong answer, the foil.
+
+    A share of answers that are kept says little by itself: edges with the largest *signed*
+    relevance leave out what opposes the answer, so that such edges can be found for a wrong answer
+    too. Read it together with the gap to the model and with the control.
+
+    Args:
+        forward_func (nn.Module or Callable): the model, or a function that runs it; returns logits
+            ``(B, V)``, or ``(B, L, V)``.
+        inputs (Tensor or dict): as for ``attribute``.
+        edges (RelevanceEdges, dict or iterable of Edge): the ranking: what
+            :meth:`captum_ssm.attr.RelevanceFlow.edges` returns; maps ``(B, L, L)`` by layer, such
+            as those of :func:`captum_ssm.hidden_attention`; or edges, the first one first, for one
+            example each or for all.
+        target (int or Tensor): ``(B,)``, the answers.
+        foil (int or Tensor, optional): ``(B,)``, wrong answers. None: the score is compared with
+            all others, and the control's answer is the model's best other one. Default: None
+        ks (sequence of int, optional): numbers of edges, ascending.
+            Default: 1, 2, 5, 10, 20, 50, 100
+        by (str, optional): how relevance and maps are ranked, ``"size"``: by absolute value, or
+            ``"signed"``. Default: ``"size"``
+        control (optional): the ranking for the foil, in any form of ``edges``. None: relevance with
+            the rule and formulation of ``edges``, if these are RelevanceEdges, else no control.
+            Default: None
+        ablation, formulation, coefficients (optional): how edges are removed, as for
+            :func:`captum_ssm.interventions.circuit`.
+        model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
+            Default: None
+        additional_forward_args, position (optional): as for ``attribute``.
+        perturbations_per_eval (int, optional): runs that are joined into one, in a batch that many
+            times as large. Default: 1
+
+    Returns:
+        CircuitFaithfulness: its curves by example; print it for a table.
+
+    Raises:
+        ValueError: for ``ks`` that are not ascending positive integers, a foil that is the target,
+            classes outside of the output, maps of another shape, or options that ``circuit``
+            refuses.
+        TypeError: for edges of another kind.
+
+    Examples::
+
+        >>> edges = RelevanceFlow(model).edges(input_ids, target=5)
+        >>> result = circuit_faithfulness(model, input_ids, edges, 5, ks=(1, 1000))
+        >>> bool(result.recovered[0, 1].isclose(torch.tensor(1.0, dtype=torch.float64)))
+        True
+    """
+    counts = _checked(ks)
+    request = Request.of(forward_func, model, inputs, additional_forward_args)
+    options = {"ablation": ablation, "formulation": formulation, "coefficients": coefficients}
+    runs = CircuitRuns.of(
+        request,
+        target,
+        foil,
+        position=position,
+        perturbations_per_eval=perturbations_per_eval,
+        **options,
+    )
+    if control is None and isinstance(edges, RelevanceEdges):
+        control = RelevanceFlow(forward_func, model).edges(
+            inputs,
+            runs.foil,
+            additional_forward_args,
+            position=position,
+            formulation=edges.formulation,
+            rule=edges.rule,
+        )
+    most, B = counts[-1], request.batch
+    sets = _prefixes(ranked(edges, B, most, by), counts)
+    only = runs.logits([[], *sets])
+    without = runs.logits(sets, remove=True)
+    of_foil = None
+    if control is not None:
+        of_foil = runs.logits(_prefixes(ranked(control, B, most, by), counts))
+    scores, best = runs.scores(only), only.argmax(-1)
+    return CircuitFaithfulness(
+        counts,
+        kept=_is(best[1:], runs.target).T,
+        removed=_is(without.argmax(-1), runs.target).T,
+        scores=scores[1:].T,
+        control=None if of_foil is None else _is(of_foil.argmax(-1), runs.foil).T,
+        whole=runs.scores(runs.whole),
+        none=scores[0],
+        kept_whole=_is(runs.whole.argmax(-1), runs.target),
+        kept_none=_is(best[0], runs.target),
+        control_whole=_is(runs.whole.argmax(-1), runs.foil),
+        control_none=_is(best[0], runs.foil),
+    )
+
+
+def _checked(ks: Sequence[int]) -> tuple[int, ...]:
+    counts = [as_index(k) for k in ks]
+    found = tuple(k for k in counts if k is not None and k > 0)
+    if not found or len(found) != len(counts) or list(found) != sorted(set(found)):
+        raise ValueError(f"ks is {ks!r}; expected positive integers in ascending order.")
+    return found
+
+
+def _prefixes(edges: list[list[Any]], ks: tuple[int, ...]) -> list[list[Any]]:
+    return [[edge for own in edges for edge in own[:k]] for k in ks]
+
+
+def _is(answers: Tensor, expected: Tensor) -> Tensor:
+    return (answers == expected).double()
+
+
+def _mean(values: Tensor, **options: Any) -> Interval:
+    return bootstrap(values[~values.isnan()], **options)
+
+
+def _ratio(score: Tensor, none: Tensor, whole: Tensor) -> Tensor:
+    return (score - none).mean() / (whole - none).mean()

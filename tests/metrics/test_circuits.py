@@ -1,0 +1,257 @@
+"""Faithfulness of circuits, where the deciding token is known and against the model's own runs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from families import padded
+from models import ids, tiny
+from torch import Tensor, nn
+
+from captum_ssm import examples
+from captum_ssm.attr import Edge, RelevanceFlow
+from captum_ssm.examples import copying
+from captum_ssm.interventions import Reference, circuit
+from captum_ssm.metrics import CircuitFaithfulness, circuit_faithfulness, find_circuit
+
+L = 7
+EVERY = 2 * L * (L + 1) // 2  # edges of two causal layers
+
+
+@pytest.fixture(scope="module")
+def mamba() -> nn.Module:
+    return tiny("mamba")
+
+
+@pytest.fixture(scope="module")
+def copier() -> nn.Module:
+    model, _ = examples.load("copying-mamba")
+    return model
+
+
+def last(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens).logits[:, -1]
+
+
+def read_from(source: int) -> list[Edge]:
+    """What the query of a copied string reads from a token and its neighbors, nearest first."""
+    near = sorted(range(source - 1, source + 2), key=lambda j: abs(j - source))
+    return [Edge(f"backbone.layers.{layer}.mixer", 30, j) for j in near for layer in (1, 2)]
+
+
+def test_two_edges_from_the_token_that_is_copied_keep_the_answer_and_others_do_not(copier):
+    place, n = 10, 20
+    tokens = copying.held_out_batch(8, torch.Generator().manual_seed(0), n).tokens
+    prompt, answers = tokens[:, : n + 1 + place], tokens[:, n + 1 + place]
+    found, elsewhere = (
+        circuit_faithfulness(copier, prompt, read_from(source), answers, ks=(2, 6))
+        for source in (place, 5)
+    )
+    assert float(found.kept_whole.min()) == 1
+    assert float(found.kept_none.max()) == 0
+    assert found.kept.mean(0).min() == 1  # 2 of 1,488 edges
+    assert found.removed.mean(0).max() < 0.2
+    assert found.recovered.mean(0).min() > 0.7
+    assert found.at(2)["gap"].value < 0.3
+    assert elsewhere.kept.mean(0).max() == 0
+    assert elsewhere.removed.mean(0).min() == 1
+    assert elsewhere.recovered.mean(0).max() < 0.1
+
+
+def test_all_edges_recover_everything_and_none_nothing_to_the_last_bit(mamba):
+    tokens = ids(3, L)
+    edges = RelevanceFlow(mamba).edges(tokens, target=5)
+    found = circuit_faithfulness(mamba, tokens, edges, 5, ks=(1, EVERY))
+    assert torch.equal(found.scores[:, 1], found.whole)
+    assert torch.equal(found.recovered[:, 1], torch.ones(3).double())
+    assert torch.equal(found.gap[:, 1], torch.zeros(3).double())
+    nothing = circuit_faithfulness(mamba, tokens, [], 5, ks=(1,))
+    assert torch.equal(nothing.scores[:, 0], nothing.none)
+    assert torch.equal(nothing.recovered, torch.zeros(3, 1).double())
+    assert nothing.control is None
+
+
+def test_scores_are_those_of_the_models_own_runs_by_hand(mamba):
+    tokens, target, foil = ids(2, L), torch.tensor([5, 8]), torch.tensor([4, 3])
+    edges = RelevanceFlow(mamba).edges(tokens, target)
+    reference = Reference.of(mamba, ids(4, L, seed=1))
+    found = circuit_faithfulness(mamba, tokens, edges, target, foil, ks=(3,), ablation=reference)
+    rows = torch.arange(2)
+
+    def score(logits: Tensor) -> Tensor:
+        return (logits[rows, target] - logits[rows, foil]).double()
+
+    with circuit(mamba, edges.top(3), ablation=reference):
+        kept = last(mamba, tokens)
+    with circuit(mamba, edges.top(3), ablation=reference, remove=True):
+        removed = last(mamba, tokens)
+    torch.testing.assert_close(found.scores[:, 0], score(kept), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.whole, score(last(mamba, tokens)), atol=1e-6, rtol=0)
+    assert torch.equal(found.kept[:, 0], (kept.argmax(1) == target).double())
+    assert torch.equal(found.removed[:, 0], (removed.argmax(1) == target).double())
+
+
+def test_without_a_foil_others_count_by_the_probabilities_of_the_whole_run(mamba):
+    tokens = ids(1, L)
+    found = circuit_faithfulness(mamba, tokens, [], 5, ks=(1,))
+    whole = last(mamba, tokens)[0].double()
+    others = torch.cat([whole[:5], whole[6:]])
+    expected = whole[5] - (others.softmax(0) * others).sum()
+    torch.testing.assert_close(found.whole[0], expected, atol=1e-5, rtol=0)
+    assert float(found.control_whole) == float(others.max() > whole[5])  # the best other answer
+
+
+def test_the_control_is_what_the_foils_own_ranking_keeps_of_the_foil(mamba):
+    tokens, flow = ids(4, L), RelevanceFlow(mamba)
+    edges = flow.edges(tokens, target=5, rule="gradient")
+    wrong = flow.edges(tokens, target=9, rule="gradient")
+    found = circuit_faithfulness(mamba, tokens, edges, 5, 9, ks=(2, 9, EVERY), by="signed")
+    of_foil = circuit_faithfulness(mamba, tokens, wrong, 9, 5, ks=(2, 9, EVERY), by="signed")
+    assert torch.equal(found.control, of_foil.kept)
+    assert torch.equal(found.kept, of_foil.control)
+
+
+def same(found: CircuitFaithfulness, expected: CircuitFaithfulness, row: Any = slice(None)) -> None:
+    for field in fields(found):
+        value, other = getattr(found, field.name), getattr(expected, field.name)
+        if torch.is_tensor(value):
+            torch.testing.assert_close(value, other[row], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_its_examples_one_by_one_and_runs_may_be_joined(mamba, side):
+    tokens, mask, target = ids(2, 9), padded(side), torch.tensor([5, 8])
+    options = {"additional_forward_args": {"attention_mask": mask}, "ks": (1, 4, 12)}
+    flow = RelevanceFlow(mamba)
+    edges = flow.edges(tokens, target, options["additional_forward_args"])
+    found = circuit_faithfulness(mamba, tokens, edges, target, **options)
+    same(
+        circuit_faithfulness(mamba, tokens, edges, target, perturbations_per_eval=2, **options),
+        found,
+    )
+    for b in range(2):
+        own = {"attention_mask": mask[b : b + 1]}
+        one = flow.edges(tokens[b : b + 1], target[b], own)
+        options["additional_forward_args"] = own
+        same(
+            circuit_faithfulness(mamba, tokens[b : b + 1], one, target[b], **options),
+            found,
+            slice(b, b + 1),
+        )
+
+
+def test_maps_and_lists_rank_as_they_say(mamba):
+    tokens = ids(2, L)
+    names = [f"backbone.layers.{k}.mixer" for k in range(2)]
+    maps = {name: torch.zeros(2, L, L) for name in names}
+    maps[names[0]][0, 6, 2], maps[names[1]][0, 6, 6] = -3, 2
+    maps[names[1]][1, 6, 5], maps[names[0]][1, 5, 5] = 1, 4
+    listed = [
+        Edge(names[0], 6, 2, example=0),
+        Edge(names[0], 5, 5, example=1),
+        Edge(names[1], 6, 6, example=0),
+        Edge(names[1], 6, 5, example=-1),
+    ]
+    by_size = circuit_faithfulness(mamba, tokens, maps, 5, ks=(1, 2), control=maps)
+    same(by_size, circuit_faithfulness(mamba, tokens, listed, 5, ks=(1, 2), control=listed))
+    signed = circuit_faithfulness(mamba, tokens, maps, 5, ks=(1, 2), by="signed", control=maps)
+    del listed[0]
+    same(signed, circuit_faithfulness(mamba, tokens, listed, 5, ks=(1, 2), control=listed))
+
+
+def test_areas_are_over_log_k_and_recovered_is_the_ratio_of_means():
+    one, zero = torch.ones(2).double(), torch.zeros(2).double()
+    scores = torch.tensor([[0.0, 1.0, 1.0], [0.0, 9.0, 9.0]]).double()
+    whole = torch.tensor([1.0, 9.0]).double()
+    found = CircuitFaithfulness(
+        (1, 10, 100), scores.clamp(max=1), 1 - scores.clamp(max=1), scores, None, whole, zero,
+        one, zero, zero, zero,
+    )  # fmt: skip
+    areas = {name: value.value for name, value in found.estimate().items()}
+    expected = {"kept": 0.75, "removed": 0.25, "recovered": 0.75, "gap": 0.25}
+    assert areas == pytest.approx(expected)
+    assert found.at(10)["recovered"].samples == 2
+    assert "| 10 | 1.000 [1.000, 1.000] | 0.000 [0.000, 0.000] |" in str(found)
+    with pytest.raises(ValueError, match="expected one of \\(1, 10, 100\\)"):
+        found.at(2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "positive integers in ascending", {"ks": (5, 1)}),
+        (ValueError, "positive integers in ascending", {"ks": ()}),
+        (ValueError, "foil is the target", {"foil": 5}),
+        (ValueError, "target holds classes", {"target": 99}),
+        (ValueError, "by is 'sign'", {"by": "sign"}),
+        (TypeError, "edges holds tuple", {"edges": [(0, 6, 6)]}),
+        (TypeError, "edges holds int", {"edges": 3}),
+        (ValueError, "for a batch of 2 examples", {"edges": [Edge("x", 6, 6, example=2)]}),
+        (ValueError, "target and source", {"edges": {"x": torch.zeros(L, L)}}),
+        (ValueError, "perturbations_per_eval", {"perturbations_per_eval": 0}),
+        (ValueError, "coefficients is", {"coefficients": "none"}),
+    ],
+)
+def test_what_does_not_fit_is_refused(mamba, error, message, options):
+    arguments = {"edges": [], "target": 5, **options}
+    with pytest.raises(error, match=message):
+        circuit_faithfulness(mamba, ids(2, L), **arguments)
+
+
+@pytest.mark.parametrize("others", [None, 6])
+def test_a_found_circuit_is_as_faithful_as_it_says_and_needs_each_edge(mamba, others):
+    tokens = ids(1, L)
+    answer = int(last(mamba, tokens).argmax())
+    given = None if others is None else ids(others, L, seed=1)
+    found = find_circuit(mamba, tokens, answer, reference_inputs=given, perturbations_per_eval=3)
+    assert found.reached
+    assert found.kept
+    assert found.faithfulness >= 0.9
+    options: dict[str, Any] = {"coefficients": "whole"}
+    if given is not None:
+        options = {"ablation": Reference.of(mamba, given)}
+
+    def measured(edges: list[Edge]) -> tuple[float, float]:
+        one = circuit_faithfulness(mamba, tokens, edges, answer, ks=(len(edges),), **options)
+        return 1 - abs(1 - float(one.recovered)), float(one.kept)
+
+    edges = list(found.edges)
+    assert measured(edges) == (pytest.approx(found.faithfulness, abs=1e-5), 1)
+    assert 1 < len(edges) <= found.unpruned
+    for n in range(len(edges)):
+        share, kept = measured(edges[:n] + edges[n + 1 :])
+        assert share < 0.9 or not kept
+    assert all(value >= 0.9 for k, value in found.curve.items() if k >= found.unpruned)
+    assert found.curve[max(found.curve)] == pytest.approx(1, abs=1e-5)
+    assert f"{len(edges)} edges, faithfulness" in str(found)
+
+
+def test_a_circuit_that_is_not_found_is_not_claimed(mamba):
+    tokens = ids(1, L)
+    found = find_circuit(mamba, tokens, 5, faithfulness=0.99, max_edges=2)
+    assert not found.reached
+    assert found.faithfulness < 0.99
+    assert found.faithfulness == pytest.approx(max(found.curve.values()), abs=1e-4)
+    assert "was not reached" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("expected one, as each has", {"inputs": ids(2, L)}),
+        ("expected a number above 0", {"faithfulness": 1.5}),
+        ("depends on what tokens read", {"inputs": ids(1, L), "faithfulness": 0.9, "zero": True}),
+    ],
+)
+def test_searches_that_cannot_be_made_are_refused(message, options):
+    model = tiny("mamba")
+    if options.pop("zero", False):
+        for layer in model.backbone.layers:
+            nn.init.zeros_(layer.mixer.out_proj.weight)
+    arguments = {"inputs": ids(1, L), "target": 5, **options}
+    with pytest.raises(ValueError, match=message):
+        find_circuit(model, **arguments)
