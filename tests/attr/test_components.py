@@ -134,3 +134,41 @@ def test_trained_models_too(name):
     assert found.error < 1e-6
     torch.testing.assert_close(found.values.sum(1), found.score, rtol=1e-5, atol=1e-5)
     assert found.values[0].max() > 0.3 * found.score[0]
+
+
+def test_mixers_that_write_can_be_patched_by_their_names():
+    model, tokens = build("jamba"), ids(1, L)
+    other = tokens.flip(1)
+    found = RelevanceFlow(model).components(tokens, 5)
+    mixers = [
+        name
+        for name, kind in zip(found.names, found.kinds, strict=True)
+        if kind in ("recurrence", "attention")
+    ]
+    exact = captum_ssm.interventions.activation_patching(
+        model, tokens, other, target=5, layers=mixers, perturbations_per_eval=L
+    )
+    first_order = captum_ssm.interventions.attribution_patching(
+        model, tokens, other, target=5, layers=mixers, components=("output",)
+    )["output"]
+    assert exact.layers == first_order.layers == mixers
+    # By hand: the attention layer's output at the last token, taken from the other run.
+    layer = model.get_submodule(mixers[1])
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple, result: tuple) -> None:
+        kept.append(result[0])
+
+    def put(module: nn.Module, args: tuple, result: tuple) -> tuple:
+        changed = result[0].clone()
+        changed[:, -1] = kept[0][:, -1]
+        return (changed, *result[1:])
+
+    scores = []
+    with torch.no_grad():
+        for hook, given in ((keep, tokens), (None, other), (put, other)):
+            handle = None if hook is None else layer.register_forward_hook(hook)
+            scores.append(model(given).logits[0, -1, 5])
+            if handle is not None:
+                handle.remove()
+    torch.testing.assert_close(exact.effects[0, 1, -1], scores[2] - scores[1], rtol=1e-4, atol=1e-5)
