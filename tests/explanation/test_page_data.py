@@ -75,6 +75,7 @@ def test_a_page_loads_nothing_and_runs_one_script():
     assert page.count("<script") == 2
     assert page.count("</script>") == 2
     assert len(script()) + len(stylesheet()) < 255_000
+    assert len(script(circuits=False)) + len(stylesheet(circuits=False)) < 200_000
 
 
 def test_every_module_is_in_the_page_once():

@@ -13,12 +13,16 @@ from importlib import resources
 from captum_ssm.explanation.page.data import page_data
 from captum_ssm.explanation.parts import ExplanationData
 
+# They draw a circuit, and only come with an explanation that has one.
+OF_CIRCUITS = (
+    *("flow_layout", "flow_words", "flow_picture", "flow_strip"),
+    *("flow_curve", "flow_ledger", "flow"),
+)
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
     *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors"),
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
-    *("flow_layout", "flow_words", "flow_picture", "flow_strip"),
-    *("flow_curve", "flow_ledger", "flow"),
+    *OF_CIRCUITS,
     *("turns", "text", "image", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
@@ -80,7 +84,8 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
     # Legal in JSON strings alone, so no value changes; and nothing in the data can end its element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     text = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-    style, code = stylesheet(), script() + _START
+    drawn = draws_circuits(explanation)
+    style, code = stylesheet(drawn), script(drawn) + _START
     page = _PAGE.format(
         title=html.escape(explanation.title).encode("ascii", "xmlcharrefreplace").decode(),
         style=style,
@@ -98,15 +103,22 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
     return page
 
 
-@cache
-def stylesheet() -> str:
-    return _read("page.css") + _read("flow.css")
+def draws_circuits(explanation: ExplanationData) -> bool:
+    """Whether any example has a circuit."""
+    return any(example.circuits for example in explanation.examples)
 
 
 @cache
-def script() -> str:
+def stylesheet(circuits: bool = True) -> str:
+    """The style, with that of circuits or without."""
+    return _read("page.css") + (_read("flow.css") if circuits else "")
+
+
+@cache
+def script(circuits: bool = True) -> str:
     """The modules as one: without their imports and exports, which have the same names."""
-    joined = "\n".join(_read(f"{name}.js") for name in MODULES)
+    names = [name for name in MODULES if circuits or name not in OF_CIRCUITS]
+    joined = "\n".join(_read(f"{name}.js") for name in names)
     joined = re.sub(r"^import \{[^}]*\} from [^;]*;\n", "", joined, flags=re.MULTILINE)
     return re.sub(r"^export ", "", joined, flags=re.MULTILINE)
 

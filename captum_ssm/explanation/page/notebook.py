@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from captum_ssm.explanation.page.data import page_data
-from captum_ssm.explanation.page.html import page_html, script, stylesheet
+from captum_ssm.explanation.page.html import draws_circuits, page_html, script, stylesheet
 from captum_ssm.explanation.parts import ExplanationData
 
 _RENDER = """
@@ -46,9 +46,11 @@ def widget(explanation: ExplanationData) -> Any:
             "a file instead."
         ) from error
 
+    drawn = draws_circuits(explanation)
+
     class ExplanationWidget(anywidget.AnyWidget):
-        _esm = script() + _RENDER
-        _css = stylesheet()
+        _esm = script(drawn) + _RENDER
+        _css = stylesheet(drawn)
         data = traitlets.Unicode().tag(sync=True)
 
     return ExplanationWidget(data=json.dumps(page_data(explanation), separators=(",", ":")))

@@ -31,6 +31,8 @@ export async function openPage(parent, data, { whole }) {
   return () => page.dispose();
 }
 
+const WITHOUT_CIRCUIT = { node: null, owns: () => false, update: () => {} };
+
 class Page {
   constructor(data, examples, whole) {
     Object.assign(this, { data, examples, whole });
@@ -80,7 +82,8 @@ class Page {
     this.common = new Common(this);
     this.question = new Question();
     this.picks = new Picks(this);
-    this.flow = new Flow(this);
+    // A page without a circuit comes without the scripts that draw one.
+    this.flow = data.examples.some(({ circuits }) => circuits.length) ? new Flow(this) : WITHOUT_CIRCUIT;
     this.settings = new Settings(this);
     this.panels = new Panels(this);
     this.reading = new Reading(this);
