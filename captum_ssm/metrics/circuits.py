@@ -129,7 +129,9 @@ class CircuitFaithfulness:
         return found if self.control is None else {**found, "control": f"{control.mean():.3f}"}
 
     def __str__(self) -> str:
-        about = f"{len(self.whole)} examples, 95% intervals; areas over log k"
+        count = len(self.whole)
+        about = f"{count} examples, 95% intervals" if count > 1 else "One example"
+        about += "; areas over log k"
         return f"{about}\n{self.table()}"
 
 

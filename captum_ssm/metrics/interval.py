@@ -30,6 +30,8 @@ class Interval:
     samples: int
 
     def __str__(self) -> str:
+        if self.samples == 1:  # which says nothing of others
+            return f"{self.value:.3f}"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
