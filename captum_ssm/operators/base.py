@@ -223,7 +223,7 @@ class TokenOperator(ABC):
             ones = columns.to(self.dtype)[..., None].expand(shape)
         return self.matvec(ones).mean(-1)
 
-    def top(self, k: int, by: str = "size") -> TopEntries:
+    def top(self, k: int, by: str = "size", *, between: bool = False) -> TopEntries:
         r"""The largest entries of the channel sum :math:`\sum_d \alpha^{m(d)}_{ij}`.
 
         Those are D times the entries of ``matrix("mean")``, which is never held: memory is linear
@@ -234,6 +234,8 @@ class TokenOperator(ABC):
             k (int): how many per example, at least 1. There are at most as many as the matrix has.
             by (str, optional): ``"size"``, the largest absolute values, or ``"signed"``, the
                 largest values. Default: ``"size"``
+            between (bool, optional): leave out the diagonal, what tokens read from themselves.
+                Default: False
 
         Returns:
             TopEntries: ``values``, ``targets`` (rows) and ``sources`` (columns), ``(B, k)`` each,
@@ -249,7 +251,7 @@ class TokenOperator(ABC):
             >>> top.values.shape, bool((top.sources <= top.targets).all())
             (torch.Size([1, 3]), True)
         """
-        return top_entries(self, k, by)
+        return top_entries(self, k, by, between=between)
 
     def row_bounds(self) -> Tensor:
         """A bound of the sizes of each row's entries in the channel sum: ``(B, L)``.

@@ -40,14 +40,15 @@ class TopEntries(NamedTuple):
 
 
 @torch.no_grad()
-def top_entries(operator: Any, k: int, by: str = "size") -> TopEntries:
+def top_entries(operator: Any, k: int, by: str = "size", *, between: bool = False) -> TopEntries:
     """See :meth:`TokenOperator.top`."""
     if by not in ORDERS:
         raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
     if k < 1:
         raise ValueError(f"k is {k}; expected at least 1 entry.")
     B, L, D, _ = operator.sizes
-    found = _Largest(operator, min(k, L * (L + 1) // 2 if operator.is_causal else L * L), by)
+    others = L * (L - 1) // 2 if operator.is_causal else L * (L - 1)
+    found = _Largest(operator, min(k, others if between else others + L), by, between)
     rows = max(1, min(MOST_ROWS, tile_entries(1 << 24) // max(1, B * L)))
     bounds = [tile.amax(1) for tile in operator.row_bounds().split(rows, 1)]  # (B,) each
     for at in sorted(range(len(bounds)), key=lambda t: float(bounds[t].max()), reverse=True):
@@ -61,8 +62,9 @@ def top_entries(operator: Any, k: int, by: str = "size") -> TopEntries:
 
 class _Largest:
     # The largest entries so far.
-    def __init__(self, operator: Any, k: int, by: str) -> None:
+    def __init__(self, operator: Any, k: int, by: str, between: bool) -> None:
         self.k, self.by_size, self.is_causal = k, by == "size", operator.is_causal
+        self.between = between
         self.length = operator.length
         self.values = torch.zeros(operator.batch, 0, dtype=operator.dtype, device=operator.device)
         self.at = torch.zeros(operator.batch, 0, dtype=torch.int64, device=operator.device)
@@ -75,7 +77,7 @@ class _Largest:
         """Whether entries of at most this size, (B,), may be among the largest."""
         if self.values.shape[1] < self.k:
             return True
-        return bool((bounds > self._order(self.values[:, -1])).any())
+        return self.k > 0 and bool((bounds > self._order(self.values[:, -1])).any())
 
     def take(self, start: int, tile: Tensor) -> None:
         """The rows (B, R, L) from ``start`` on."""
@@ -92,8 +94,11 @@ class _Largest:
         at = (start + rows)[:, None] * self.length + columns  # (R, L)
         if self.is_causal:
             tile, at = (x[..., : start + int(rows[-1]) + 1] for x in (tile, at))
-            is_read = at % self.length <= at // self.length
-            tile, at = tile[:, is_read], at[is_read]
+        if self.is_causal or self.between:
+            lag = at // self.length - at % self.length
+            is_ranked = lag >= 0 if self.is_causal else torch.ones_like(lag, dtype=torch.bool)
+            is_ranked = is_ranked & (lag != 0) if self.between else is_ranked
+            tile, at = tile[:, is_ranked], at[is_ranked]
         values, at = tile.flatten(1), at.flatten().expand(len(tile), -1)
         top = self._largest(values)
         values = torch.cat([self.values, values.gather(1, top)], 1)

@@ -14,25 +14,27 @@ def channel_sum(operator: TokenOperator) -> torch.Tensor:
 
 
 def expected_values(
-    operator: TokenOperator, entries: torch.Tensor, k: int, by: str
+    operator: TokenOperator, entries: torch.Tensor, k: int, by: str, between: bool
 ) -> torch.Tensor:
     """The k largest values per example, from every entry that the operator may have."""
     L = operator.length
     may_be = torch.ones(L, L).tril() if operator.is_causal else torch.ones(L, L)
+    may_be = may_be - torch.eye(L) if between else may_be
     values = entries[:, may_be.bool()]
     order = (values.abs() if by == "size" else values).argsort(dim=1, descending=True)
     return values.gather(1, order[:, :k])
 
 
+@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("by", top.ORDERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_entries_are_those_of_the_matrix(kind, by, monkeypatch):
+def test_the_largest_entries_are_those_of_the_matrix(kind, by, between, monkeypatch):
     monkeypatch.setattr(top, "MOST_ROWS", 5)
     for L, k in ((1, 3), (3, 2), (17, 6), (23, 400)):
         operator = KINDS[kind](L).scaled(normal(B, L, D), normal(B, L, D))
         entries = channel_sum(operator)
-        found = operator.top(k, by)
-        values = expected_values(operator, entries, k, by)
+        found = operator.top(k, by, between=between)
+        values = expected_values(operator, entries, k, by, between)
         assert found.values.shape == found.targets.shape == found.sources.shape == values.shape
         order = torch.Tensor.abs if by == "size" else torch.Tensor.clone
         torch.testing.assert_close(order(found.values), order(values), rtol=1e-9, atol=1e-11)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,44 +32,44 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
     """
     steps = [[list(edges.values())[k] for k in step] for step in edges.steps]
     nodes = _nodes(edges, steps)
-    if len({tuple(x.shape) for x in nodes}) > 1:
-        raise UnsupportedModelError(
-            "the layers of this model work on different tokens, so they form no graph over one "
-            "row of tokens; expected layers that all work on the input's tokens. The edges of each "
-            "layer are there: call edges()."
-        )
-    rankings = [[layer.ranking(CANDIDATES, between=True) for layer in step] for step in steps]
-    total = {
-        name: torch.stack([sum_of([_summed(one, name) for one in step]) for step in steps])
-        for name in ("out", "skip", "gate", "bias")
-    }
-    own = total["skip"] + torch.stack([sum_of([r.own for r in step]) for step in rankings])
-    given = torch.stack([sum_of([layer.out_of for layer in step]) for step in steps])
-    residual, into, past = _of_blocks(edges, total["out"])
-    passing = nodes[1:] - _moved(past) - total["out"]
-    stays = passing + own + total["gate"]
-    lost = nodes[:-1] + _moved(into) - stays - (given - own + total["skip"])
-    chosen, whole = _chosen(edges, steps, rankings, nodes, example, share)
+    rankings = [[layer.ranking(CANDIDATES) for layer in step] for step in steps]
+
+    def each(of: Callable[[LayerEdges], Tensor]) -> Tensor:
+        return torch.stack([sum_of([of(layer) for layer in step]) for step in steps])
+
+    def ranked(of: Callable[[Ranking], Tensor]) -> Tensor:
+        return torch.stack([sum_of([of(ranking) for ranking in step]) for step in rankings])
+
+    out, gate, skip = (
+        each(lambda one: one.out),
+        each(lambda one: one.gate),
+        each(lambda one: one.skip),
+    )
+    own, given = ranked(lambda one: one.own), each(lambda one: one.out_of)
+    residual, into, past = _of_blocks(edges, out)
+    passing = nodes[1:] - _moved(past) - out
+    stays = passing + own + skip + gate
+    chosen, total = _chosen(steps, rankings, nodes, example, share)
     return FlowGraph(
-        [_layer(step) for step in steps],
-        nodes[:, example],
-        stays[:, example],
-        residual[:, example],
-        own[:, example],
-        total["gate"][:, example],
-        (passing - residual.nan_to_num(0.0))[:, example],
-        total["bias"][:, example],
-        lost[:, example],
-        (into + past)[:, example],
-        chosen,
-        _heads(edges, chosen, example),
-        torch.stack([sum_of([r.positive for r in step])[example] for step in rankings]),
-        float(edges.score[example]),
-        _token_relevance(edges, example, nodes),
-        (nodes[-1, example] != 0).nonzero()[:, 0].tolist(),
-        whole,
-        edges.formulation,
-        [str(t) for t in range(nodes.shape[-1])],
+        layers=[_layer(step) for step in steps],
+        nodes=nodes[:, example],
+        stays=stays[:, example],
+        residual=residual[:, example],
+        own=(own + skip)[:, example],
+        gate=gate[:, example],
+        rest=(passing - residual.nan_to_num(0.0))[:, example],
+        bias=each(lambda one: one.bias)[:, example],
+        lost=(nodes[:-1] + _moved(into) - stays - (given - own))[:, example],
+        shift=(into + past)[:, example],
+        edges=chosen,
+        heads=_heads(edges, chosen, example),
+        positive=ranked(lambda one: one.positive)[:, example],
+        score=float(edges.score[example]),
+        relevance=_token_relevance(edges, example, nodes),
+        at=(nodes[-1, example] != 0).nonzero()[:, 0].tolist(),
+        total=total,
+        formulation=edges.formulation,
+        tokens=[str(t) for t in range(nodes.shape[-1])],
     )
 
 
@@ -91,15 +91,18 @@ def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tens
             "in a ModuleList or Sequential, which take and return the tokens. The edges of each "
             "layer are there: call edges()."
         )
+    shapes = {x.shape for x in known.values()} | {one.out.shape for step in steps for one in step}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            "the layers of this model work on different tokens, so they form no graph over one "
+            "row of tokens; expected layers that all work on the input's tokens. The edges of each "
+            "layer are there: call edges()."
+        )
     for s in reversed(range(W)):
         if s not in known:
             books = [one.out_of + one.skip + one.gate - one.out for one in steps[s]]
             known[s] = known[s + 1] + sum_of(books)
     return torch.stack([known[s] for s in range(W + 1)])
-
-
-def _summed(layer: LayerEdges, name: str) -> Tensor:
-    return getattr(layer, name)
 
 
 def _of_blocks(edges: RelevanceEdges, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +133,6 @@ def _layer(step: Sequence[LayerEdges]) -> FlowLayer:
 
 
 def _chosen(
-    edges: RelevanceEdges,
     steps: Sequence[Sequence[LayerEdges]],
     rankings: Sequence[Sequence[Ranking]],
     nodes: Tensor,

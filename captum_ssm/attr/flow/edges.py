@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.edge import Edge
-from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
+from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.flow.stream import BlockNodes
 from captum_ssm.capture.frozen_model import exact_arithmetic
+from captum_ssm.operators import TopEntries
 from captum_ssm.utils.integers import as_index
 
 RANKINGS = ("size", "signed")
@@ -123,7 +124,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
             raise ValueError(f"k is {k!r}; expected an integer of at least 1.")
         chosen = list((self if layers is None else self.of_layers(layers)).layers.values())
         with exact_arithmetic():
-            ranked = [layer.ranking(k, by, between=between) for layer in chosen]
+            ranked = [layer.operator.top(k, by, between=between) for layer in chosen]
         B = len(self.score)
         return [
             Edge(layer, i, j, value, example=None if B == 1 else example)
@@ -133,7 +134,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
 
 
 def _merged(
-    ranked: Sequence[Ranking],
+    ranked: Sequence[TopEntries],
     layers: Sequence[LayerEdges],
     example: int,
     k: int,

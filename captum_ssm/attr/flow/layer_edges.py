@@ -29,13 +29,13 @@ _TILE = 1 << 22
 
 
 class Ranking(NamedTuple):
-    """The largest edges of a mixer, and what all of its edges say of its tokens.
+    """The largest edges between tokens of a mixer, and what all of its edges say of its tokens.
 
     Args:
         values, targets, sources (Tensor): ``(B, k)``, the edges, the largest first.
         own (Tensor): ``(B, L)``, what each token reads from itself.
-        positive (Tensor): ``(B, L)``, the sum of all positive ranked edges into each token.
-        total (Tensor): ``(B,)``, the size of all ranked edges.
+        positive (Tensor): ``(B, L)``, the sum of all positive edges into each token from others.
+        total (Tensor): ``(B,)``, the size of all edges between tokens.
     """
 
     values: Tensor
@@ -149,15 +149,8 @@ class LayerEdges:
         """What the edges out of each token carry, ``(B, L)``, in time linear in L."""
         return _columns(self.operator)
 
-    def ranking(self, k: int, by: str = "size", *, between: bool = False) -> Ranking:
-        """The k largest edges, found a tile of rows at a time.
-
-        Args:
-            k (int): how many, at most.
-            by (str, optional): ``"size"``, or ``"signed"``: only positive ones, the largest first.
-                Default: ``"size"``
-            between (bool, optional): leave out what tokens read from themselves. Default: False
-        """
+    def ranking(self, k: int) -> Ranking:
+        """The k largest edges between tokens, and sums of all edges, from tiles of rows."""
         B, L = self.operator.batch, self.operator.length
         step, live = max(1, _TILE // (B * L)), (self.out != 0).any(0)
         own, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
@@ -168,11 +161,10 @@ class LayerEdges:
                 continue
             tile = self.tile(start, stop)
             own[:, start:stop] = tile.diagonal(start, 1, 2)
-            if between:
-                tile.diagonal(start, 1, 2).zero_()
+            tile.diagonal(start, 1, 2).zero_()
             positive[:, start:stop] = tile.clamp(min=0).sum(2)
             total += tile.abs().sum((1, 2))
-            size = (tile.abs() if by == "size" else tile.clamp(min=0)).flatten(1)
+            size = tile.abs().flatten(1)
             best, at = size.topk(min(k, size.shape[1]), 1)
             found.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
         if not found:
