@@ -6,7 +6,8 @@ whose bound is below the entries that are already known to be the largest is nev
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ ORDERS = ("size", "signed")
 MOST_ROWS = 512
 
 
-class TopEntries(NamedTuple):
+@dataclass(frozen=True)
+class TopEntries:
     """Entries of the channel sum of an operator, the largest first, and the sum of the others.
 
-    Attributes:
+    Args:
         values (Tensor): ``(B, k)``.
         targets (Tensor): ``(B, k)`` int64, the row of each: the token that reads.
         sources (Tensor): ``(B, k)`` int64, its column: the token that is read.

@@ -142,8 +142,11 @@ def _merged(
 ) -> list[tuple[float, str, int, int]]:
     entries = [
         (value, layer.name, i, j)
-        for layer, parts in zip(layers, ranked, strict=True)
-        for value, i, j in zip(*(part[example].tolist() for part in parts[:3]), strict=True)
+        for layer, top in zip(layers, ranked, strict=True)
+        for value, i, j in zip(
+            *(part[example].tolist() for part in (top.values, top.targets, top.sources)),
+            strict=True,
+        )
         if value != 0 and (by == "size" or value > 0)
     ]
     return sorted(entries, key=lambda entry: -abs(entry[0]))[:k]
