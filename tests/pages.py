@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from captum_ssm.explanation import (
     Answer,
@@ -360,3 +362,13 @@ def hostile() -> Explanation:
         f"</title>{markup}", markup, (Method(markup, markup, markup, True),), (text, image),
         {markup: markup}, {markup: markup},
     )  # fmt: skip
+
+
+def serious_violations(tab: Any) -> list[Any]:
+    """What axe-core finds serious or critical on a page, with the first elements."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe-core")
+    return [
+        (rule["id"], [node["html"][:200] for node in rule["nodes"]][:3])
+        for rule in axe.Axe().run(tab).response["violations"]
+        if rule["impact"] in ("serious", "critical")
+    ]

@@ -519,3 +519,9 @@ def test_a_circuit_of_an_output_in_the_middle_is_of_that_output(opened, browser,
     assert address(tab) == "#t=1"
     assert "decides" in sentence(tab)
     tab.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["story", "shifted", "deep"])
+def test_axe_finds_nothing_serious_in_a_circuit(opened, name, theme):
+    assert pages.serious_violations(opened(name, f"heads=1&theme={theme}")) == []

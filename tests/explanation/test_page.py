@@ -979,15 +979,7 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
     ],
 )
 def test_axe_finds_nothing_serious(opened, name, state, theme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe-core")
-    tab = opened(name, f"{state}&theme={theme}")
-    found = axe.Axe().run(tab).response["violations"]
-    serious = [
-        (rule["id"], [node["html"][:200] for node in rule["nodes"]][:3])
-        for rule in found
-        if rule["impact"] in ("serious", "critical")
-    ]
-    assert serious == []
+    assert pages.serious_violations(opened(name, f"{state}&theme={theme}")) == []
 
 
 def test_a_conversation_is_laid_out_in_turns(opened):
