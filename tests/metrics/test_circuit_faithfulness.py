@@ -255,3 +255,32 @@ def test_searches_that_cannot_be_made_are_refused(message, options):
     arguments = {"inputs": ids(1, L), "target": 5, **options}
     with pytest.raises(ValueError, match=message):
         find_circuit(model, **arguments)
+
+
+@pytest.mark.parametrize("how", ["by place", "in a function", "made by the function"])
+def test_padding_on_the_right_is_known_however_the_mask_is_passed(mamba, how):
+    tokens, mask, target = ids(2, 9), padded("right"), torch.tensor([5, 8])
+    extra = {"by place": mask, "in a function": (mask,), "made by the function": None}[how]
+    model: Any = mamba
+    if how == "in a function":
+
+        def model(x: Tensor, given: Tensor) -> Tensor:
+            return mamba(x, attention_mask=given).logits
+    elif how == "made by the function":
+
+        def model(x: Tensor) -> Tensor:
+            return mamba(x, attention_mask=mask[: len(x)]).logits
+
+    edges = RelevanceFlow(mamba).edges(tokens, target, {"attention_mask": mask})
+    options = {"model": mamba, "ks": (1, 1000)}
+    found = circuit_faithfulness(
+        model, tokens, edges, target, additional_forward_args=extra, **options
+    )
+    named = {"attention_mask": mask}
+    same(
+        found,
+        circuit_faithfulness(
+            mamba, tokens, edges, target, additional_forward_args=named, **options
+        ),
+    )
+    torch.testing.assert_close(found.recovered[:, 1], torch.ones(2).double())
