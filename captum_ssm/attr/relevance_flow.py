@@ -77,8 +77,9 @@ class RelevanceFlow(MambaLRP):
             inputs, target, additional_forward_args, position: as for ``attribute``.
             against (Any, optional): what the target's score is compared with. ``"others"``: all
                 other answers, weighted by their probabilities, which removes what speaks for any
-                answer; of an output that is one score, nothing. Another target: why not that one.
-                None: the target's score alone. Default: ``"others"``
+                answer; of an output that is one score, nothing. Another target: why not that one,
+                read at the target's token unless it is a ``(position, token)`` of its own. None:
+                the target's score alone. Default: ``"others"``
             layers (int, str or sequence, optional): only of these mixers, by index or path; None
                 for all. Default: None
             formulation (str, optional): where an edge starts. ``"hidden"``: at the scan's values,

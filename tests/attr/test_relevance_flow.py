@@ -113,6 +113,7 @@ def test_rows_tiles_heads_and_the_largest_are_those_of_the_matrix(family, formul
         matrix = layer.matrix()
         close = dict(rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(layer.rows(torch.tensor([8, 1])), matrix[:, [8, 1]], **close)
+        torch.testing.assert_close(layer.rows(torch.tensor([-1])), matrix[:, [8]], **close)
         torch.testing.assert_close(layer.tile(2, 5), matrix[:, 2:5], **close)
         heads = layer.heads()
         assert heads.shape[1] == layer.heads_count
@@ -185,6 +186,11 @@ def test_what_the_score_is_compared_with():
     torch.testing.assert_close(against.matrix(), one - other, rtol=1e-4, atol=1e-6)
     at_third = flow.edges(tokens, (3, 5))
     torch.testing.assert_close(at_third.score, flow.edges(tokens, 5, position=3).score)
+    with torch.no_grad():
+        row = model(tokens).logits[:, 3]
+    for against in (7, (3, 7)):  # a foil without a place is read where the target is
+        at_third = flow.edges(tokens, (3, 5), against=against)
+        torch.testing.assert_close(at_third.score, row[:, 5] - row[:, 7])
     assert not at_third.matrix()[:, :, 4:].any()
 
 
@@ -287,7 +293,27 @@ def test_bad_arguments_are_told():
         flow.graph(tokens, 5, share=2)
     with pytest.raises(TargetError, match="outside the vocabulary"):
         flow.edges(tokens, 5, against=10_000)
+    with pytest.raises(TargetError, match="against is 'other'; expected 'others', another target"):
+        flow.edges(tokens, 5, against="other")
+    for target, against in ((5, 5), (5, torch.tensor([5])), ((3, 5), 5), ((3, 5), (3, 5))):
+        with pytest.raises(TargetError, match="against is the target in an example"):
+            flow.edges(tokens, target, against=against)
+    with pytest.raises(TargetError, match="against is the target in an example"):
+        flow.edges(ids(2, L), [5, 6], against=[7, 6])
+    with pytest.raises(TargetError, match="3 entries for a batch of 2"):
+        flow.edges(ids(2, L), [5, 6], against=[7, 8, 9])
+    for example in (1, -2, "first"):
+        with pytest.raises(captum_ssm.InputError, match=r"example is .*; expected an index of"):
+            flow.graph(tokens, 5, example=example)
     edges = flow.edges(tokens, 5)
+    for groups in (0, -4, 7):
+        with pytest.raises(ValueError, match="expected a divisor of the 32 channels"):
+            edges[0].heads(groups=groups)
+    for wrong in ([L], [-L - 1]):
+        with pytest.raises(captum_ssm.InputError, match="outside the 9 tokens"):
+            edges[0].rows(torch.tensor(wrong))
+    with pytest.raises(KeyError, match="names no layer"):
+        flow.edges(tokens, 5, layers=[])
     with pytest.raises(ValueError, match="k is 0; expected"):
         edges.top(0)
     with pytest.raises(KeyError, match="expected an index from 0 to 1"):

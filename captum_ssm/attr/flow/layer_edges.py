@@ -11,7 +11,7 @@ from torch import Tensor
 
 from captum_ssm.attr.flow.activations import Activations
 from captum_ssm.capture import FrozenCall
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import COMPONENTS
 from captum_ssm.mixers.reordered import ReorderedMixer
@@ -105,10 +105,25 @@ class LayerEdges:
         return self.operator.row_tile(start, stop) * self.operator.channels
 
     def rows(self, index: Tensor) -> Tensor:
-        """The edges into the tokens ``index``, ``(R,)`` or ``(B, R)``: ``(B, R, L)``."""
-        index = index.to(self.operator.device)
-        index = index.expand(self.operator.batch, index.shape[-1])
-        return self.operator.rows(index, "mean") * self.operator.channels
+        """The edges into the tokens ``index``, ``(R,)`` or ``(B, R)``: ``(B, R, L)``.
+
+        Positions are negative from the end.
+
+        Raises:
+            InputError: for positions outside the tokens.
+        """
+        return self.operator.rows(self._readers(index), "mean") * self.operator.channels
+
+    def _readers(self, index: Tensor | None) -> Tensor:
+        # Tokens that read, (B, R), from 0 on; None for all.
+        B, L = self.operator.batch, self.operator.length
+        index = torch.arange(L) if index is None else index
+        if bool(((index < -L) | (index >= L)).any()):
+            raise InputError(
+                f"index is {index.tolist()}, outside the {L} tokens of {self.name}: expected "
+                f"0 .. {L - 1} (or -{L} .. -1 from the end)."
+            )
+        return (index % L).to(self.operator.device).expand(B, index.shape[-1])
 
     def heads(self, index: Tensor | None = None, groups: int | None = None) -> Tensor:
         """The edges by head (of a mixer with one map per channel: by channel).
@@ -124,16 +139,15 @@ class LayerEdges:
 
         Raises:
             ValueError: for a number of groups that does not divide the channels.
+            InputError: for positions outside the tokens.
         """
-        operator, count = self.operator, groups or self.heads_count
-        if operator.channels % count:
+        operator, count = self.operator, self.heads_count if groups is None else groups
+        if count < 1 or operator.channels % count:
             raise ValueError(
                 f"groups is {groups}; expected a divisor of the {operator.channels} channels of "
                 f"{self.name}."
             )
-        index = torch.arange(operator.length) if index is None else index
-        index = index.to(operator.device)
-        index = index.expand(operator.batch, index.shape[-1])
+        index = self._readers(index)
         width = operator.channels // count
         starts = range(0, operator.channels, width)
         parts = [operator.map_rows(index, start, start + width).sum(1) for start in starts]
