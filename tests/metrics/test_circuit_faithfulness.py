@@ -284,3 +284,17 @@ def test_padding_on_the_right_is_known_however_the_mask_is_passed(mamba, how):
         ),
     )
     torch.testing.assert_close(found.recovered[:, 1], torch.ones(2).double())
+
+
+def test_a_ranking_of_other_edges_than_those_that_are_removed_is_refused(mamba):
+    tokens = ids(1, L)
+    edges, unified = (
+        RelevanceFlow(mamba).edges(tokens, 5, formulation=one) for one in ("hidden", "unified")
+    )
+    for ranking in ({"edges": unified}, {"edges": edges, "control": unified}):
+        with pytest.raises(ValueError, match="ranking has 'unified' edges and formulation is 'hid"):
+            circuit_faithfulness(mamba, tokens, target=5, **ranking)
+    found = circuit_faithfulness(
+        mamba, tokens, unified, 5, ks=(EVERY,), formulation="unified", coefficients="whole"
+    )
+    torch.testing.assert_close(found.recovered, torch.ones(1, 1).double())
