@@ -10,6 +10,7 @@ import wild
 from families import FAMILIES, build, padded, skip_what_fails_by_itself
 from models import ids
 from torch import Tensor
+from vision_models import images, small
 
 import captum_ssm
 from captum_ssm import MambaLRP, RelevanceFlow, TargetError
@@ -278,6 +279,27 @@ def test_a_scan_of_two_directions_has_edges_in_both():
     matrix = edges[0].matrix()[0]
     assert matrix.triu(1).any()
     assert matrix.tril(-1).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "mixers", "of_pairs"),
+    [
+        (lambda: build("mamba"), lambda: ids(1, L), 2, 1),
+        (lambda: build("jamba"), lambda: ids(1, L), None, 1),
+        (lambda: build("falcon_h1"), lambda: ids(1, L), 4, 1),  # two side by side in each layer
+        (lambda: small().eval(), images, None, 2),  # in both directions
+    ],
+    ids=["mamba", "jamba", "falcon_h1", "vim"],
+)
+def test_a_graph_counts_the_edges_of_all_mixers_in_the_directions_that_they_read(
+    make, given, mixers, of_pairs
+):
+    model = make()
+    flow, inputs = RelevanceFlow(model), given()
+    graph, edges = flow.graph(inputs, 2, share=1.0), flow.edges(inputs, 2)
+    T = len(graph.tokens)
+    assert graph.to_dict()["of"] == len(edges) * of_pairs * T * (T - 1) // 2
+    assert mixers is None or mixers == len(edges)
 
 
 def test_bad_arguments_are_told():

@@ -77,7 +77,14 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         whole,
         edges.formulation,
         [str(t) for t in range(nodes.shape[-1])],
+        _count(rankings, nodes.shape[-1]),
     )
+
+
+def _count(rankings: Sequence[Sequence[Ranking]], tokens: int) -> int:
+    # How many edges between tokens there are: half of all pairs where none reads a later one.
+    pairs = tokens * (tokens - 1)
+    return sum(pairs if r.reads_later else pairs // 2 for step in rankings for r in step)
 
 
 def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tensor:

@@ -71,6 +71,7 @@ class FlowGraph:
         total (float): the size of all edges between tokens.
         formulation (str): ``"unified"`` or ``"hidden"``.
         tokens (list of str): their texts.
+        count (int): how many edges between tokens the mixers have, of which ``edges`` are some.
         facts (dict): what else is told of the graph, such as the model's name and its answer.
             Default: {}
 
@@ -104,6 +105,7 @@ class FlowGraph:
     total: float
     formulation: str
     tokens: list[str] = field(repr=False)
+    count: int
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -181,7 +183,7 @@ class FlowGraph:
             "stays": [self._stay(s, t) for s, t in sorted(drawn) if (s + 1, t) in drawn],
             "edges": self._edges(steps),
             "ranked": len(self.edges),
-            "of": W * len(self.tokens) * (len(self.tokens) - 1) // 2,
+            "of": self.count,
             "held": _rounded(self.held),
             "paths": [
                 {"share": _rounded(way.share), "nodes": [list(node) for node in way.nodes]}

@@ -36,6 +36,7 @@ class Ranking(NamedTuple):
         own (Tensor): ``(B, L)``, what each token reads from itself.
         positive (Tensor): ``(B, L)``, the sum of all positive ranked edges into each token.
         total (Tensor): ``(B,)``, the size of all ranked edges.
+        reads_later (bool): whether any edge is from a later token.
     """
 
     values: Tensor
@@ -44,6 +45,7 @@ class Ranking(NamedTuple):
     own: Tensor
     positive: Tensor
     total: Tensor
+    reads_later: bool
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,13 @@ class LayerEdges:
         B, L = self.operator.batch, self.operator.length
         step, live = max(1, _TILE // (B * L)), (self.out != 0).any(0)
         own, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
-        found, total = [], torch.zeros_like(self.out[:, 0])
+        found, total, reads_later = [], torch.zeros_like(self.out[:, 0]), False
         for start in range(0, L, step):
             stop = min(L, start + step)
             if not bool(live[start:stop].any()):
                 continue
             tile = self.tile(start, stop)
+            reads_later = reads_later or bool(tile.triu(start + 1).any())
             own[:, start:stop] = tile.diagonal(start, 1, 2)
             if between:
                 tile.diagonal(start, 1, 2).zero_()
@@ -191,11 +194,11 @@ class LayerEdges:
             found.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
         if not found:
             none = self.out[:, :0]
-            return Ranking(none, none.long(), none.long(), own, positive, total)
+            return Ranking(none, none.long(), none.long(), own, positive, total, reads_later)
         size, *parts = (torch.cat(part, 1) for part in zip(*found, strict=True))
         at = size.topk(min(k, size.shape[1]), 1).indices
         values, targets, sources = (part.gather(1, at) for part in parts)
-        return Ranking(values, targets, sources, own, positive, total)
+        return Ranking(values, targets, sources, own, positive, total, reads_later)
 
     @property
     def error(self) -> Tensor:
