@@ -122,7 +122,7 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
         by (str, optional): of what is ranked here, ``"size"`` or ``"signed"``. Default: ``"size"``
 
     Raises:
-        ValueError: for an unknown ranking, or maps of another shape.
+        ValueError: for an unknown ranking, or maps of another shape or with NaN.
         TypeError: for something else than edges.
     """
     if by not in RANKINGS:
@@ -158,6 +158,8 @@ def _largest(maps: Mapping[Any, Any], batch: int, k: int, by: str) -> list[Edge]
                 f"the map of {layer} has shape {shape}; expected ({batch}, L, L), target and "
                 "source of each example."
             )
+        if bool(scores.isnan().any()):
+            raise ValueError(f"the map of {layer} holds NaN, which has no rank; expected numbers.")
         size = (scores.abs() if by == "size" else scores).detach().flatten(1)
         best, at = size.topk(min(k, size.shape[1]), 1)
         L = shape[1]

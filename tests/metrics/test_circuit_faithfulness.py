@@ -192,6 +192,7 @@ def test_areas_are_over_log_k_and_recovered_is_the_ratio_of_means():
         (TypeError, "edges holds int", {"edges": 3}),
         (ValueError, "for a batch of 2 examples", {"edges": [Edge("x", 6, 6, example=2)]}),
         (ValueError, "target and source", {"edges": {"x": torch.zeros(L, L)}}),
+        (ValueError, "map of x holds NaN", {"edges": {"x": torch.full((2, L, L), torch.nan)}}),
         (ValueError, "perturbations_per_eval", {"perturbations_per_eval": 0}),
         (ValueError, "coefficients is", {"coefficients": "none"}),
     ],
@@ -244,6 +245,7 @@ def test_a_circuit_that_is_not_found_is_not_claimed(mamba):
     [
         ("expected one, as each has", {"inputs": ids(2, L)}),
         ("expected a number above 0", {"faithfulness": 1.5}),
+        ("max_edges is 0; expected", {"max_edges": 0}),
         ("depends on what tokens read", {"inputs": ids(1, L), "faithfulness": 0.9, "zero": True}),
     ],
 )
