@@ -327,6 +327,12 @@ def test_bad_arguments_are_told():
     for example in (1, -2, "first"):
         with pytest.raises(captum_ssm.InputError, match=r"example is .*; expected an index of"):
             flow.graph(tokens, 5, example=example)
+        with pytest.raises(captum_ssm.InputError, match=r"example is .*; expected an index of"):
+            flow.components(tokens, 5).table(example)
+    with pytest.raises(captum_ssm.InputError, match="tokens has 1 texts; the table has 9"):
+        flow.components(tokens, 5).table(tokens=["a"])
+    with pytest.raises(captum_ssm.InputError, match="source is 9; expected one of the 9 tokens"):
+        flow.graph(tokens, 5).paths(source=L)
     edges = flow.edges(tokens, 5)
     for groups in (0, -4, 7):
         with pytest.raises(ValueError, match="expected a divisor of the 32 channels"):

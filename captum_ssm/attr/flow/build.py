@@ -12,9 +12,9 @@ from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.attr.flow.graph import FlowGraph, FlowLayer
 from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
 from captum_ssm.attr.flow.paths import joined
-from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.operators.composed import sum_of
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import example_index
 
 # So many edges of a layer are candidates for a graph, and so many are drawn at most.
 CANDIDATES, MOST = 1000, 300
@@ -31,12 +31,7 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         share (float): of the size of all edges between tokens that the graph's edges hold, where so
             many lead to the output.
     """
-    B, index = len(edges.score), as_index(example)
-    if index is None or not -B <= index < B:
-        raise InputError(
-            f"example is {example!r}; expected an index of the {B} examples, 0 .. {B - 1} (or "
-            f"-{B} .. -1 from the end)."
-        )
+    example = example_index(example, len(edges.score))
     steps = [[list(edges.values())[k] for k in step] for step in edges.steps]
     nodes = _nodes(edges, steps)
     if len({tuple(x.shape) for x in nodes}) > 1:

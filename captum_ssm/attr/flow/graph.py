@@ -138,7 +138,19 @@ class FlowGraph:
         Args:
             count (int, optional): how many, at most. Default: 3
             source (int, optional): the token that they begin at; None for any. Default: None
+
+        Returns:
+            list of Path: empty where nothing positive arrives at the output, as for an answer that
+            the others beat.
+
+        Raises:
+            InputError: for a source that is no token of the graph.
         """
+        if source is not None and source not in range(len(self.tokens)):
+            raise InputError(
+                f"source is {source!r}; expected one of the {len(self.tokens)} tokens of the "
+                f"graph, 0 .. {len(self.tokens) - 1}, or None for any."
+            )
         edges = [(self.layer_of(e), e.target, e.source, e.relevance) for e in self.edges]
         return likeliest_paths(Steps(self.stays, self.positive, edges, self.at), count, source)
 
@@ -152,11 +164,7 @@ class FlowGraph:
         Raises:
             InputError: for another number of texts than of tokens.
         """
-        if len(tokens) != len(self.tokens):
-            raise InputError(
-                f"tokens has {len(tokens)} texts; the graph has {len(self.tokens)} tokens: "
-                "expected one for each."
-            )
+        check_texts(tokens, len(self.tokens), "the graph")
         return replace(self, tokens=list(tokens))
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,6 +223,14 @@ class FlowGraph:
             for s, t in (self.shift.abs() > least).nonzero().tolist()
         ]
         return [*known.values(), *shifts]
+
+
+def check_texts(tokens: Sequence[str], count: int, what: str) -> None:
+    """Raise InputError unless there are ``count`` texts of tokens, one for each of ``what``."""
+    if len(tokens) != count:
+        raise InputError(
+            f"tokens has {len(tokens)} texts; {what} has {count} tokens: expected one for each."
+        )
 
 
 def _rounded(x: Any) -> float | None:
