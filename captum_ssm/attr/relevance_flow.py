@@ -104,12 +104,10 @@ class RelevanceFlow(MambaLRP):
             UnsupportedModelError: for a mixer that works on windows of the tokens; or that was
                 measured, where its scans do not work on all tokens one by one.
         """
-        if formulation not in FORMULATIONS:
-            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        _check_formulation(formulation)
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
-        asked = target if against is None else Against(target, against)
-        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
         if rule == "integrated":
             found = self._integrated(arguments, formulation, steps)
         else:
@@ -147,12 +145,10 @@ class RelevanceFlow(MambaLRP):
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for layers that
                 work on different tokens, or without a residual stream.
         """
-        if formulation is not None and formulation not in FORMULATIONS:
-            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        _check_formulation("hidden" if formulation is None else formulation)
         if not 0 < share <= 1:
             raise ValueError(f"share is {share!r}; expected a number above 0, up to 1.")
-        asked = target if against is None else Against(target, against)
-        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
         edges = self._asked(arguments, formulation, balanced=True)
         with self._computing():
             graph = graph_of(edges, example, share)
@@ -182,10 +178,8 @@ class RelevanceFlow(MambaLRP):
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for a stream that
                 blocks do not add to.
         """
-        if formulation is not None and formulation not in FORMULATIONS:
-            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
-        asked = target if against is None else Against(target, against)
-        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        _check_formulation("hidden" if formulation is None else formulation)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
         with workspace():
             run = seen_in_views(retry_with_copies)
             return run(lambda: self._components(arguments, formulation))
@@ -253,6 +247,16 @@ class RelevanceFlow(MambaLRP):
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
+
+
+def _check_formulation(formulation: str) -> None:
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+
+
+def _arguments(inputs: Any, target: Any, extra: Any, against: Any, position: Any) -> Arguments:
+    asked = target if against is None else Against(target, against)
+    return Arguments(inputs, asked, extra, position)
 
 
 def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activations]:
