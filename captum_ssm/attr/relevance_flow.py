@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -33,6 +34,8 @@ from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.retry import retry_with_copies
 
 RULES = ("lrp", "gradient", "integrated")
+# A graph that loses a larger share of the relevance at a token says so.
+TOLERATED = 0.05
 
 
 class RelevanceFlow(MambaLRP):
@@ -77,8 +80,9 @@ class RelevanceFlow(MambaLRP):
             inputs, target, additional_forward_args, position: as for ``attribute``.
             against (Any, optional): what the target's score is compared with. ``"others"``: all
                 other answers, weighted by their probabilities, which removes what speaks for any
-                answer; of an output that is one score, nothing. Another target: why not that one.
-                None: the target's score alone. Default: ``"others"``
+                answer; of an output that is one score, nothing. Another target: why not that one,
+                read at the target's token unless it is a ``(position, token)`` of its own. None:
+                the target's score alone. Default: ``"others"``
             layers (int, str or sequence, optional): only of these mixers, by index or path; None
                 for all. Default: None
             formulation (str, optional): where an edge starts. ``"hidden"``: at the scan's values,
@@ -103,12 +107,10 @@ class RelevanceFlow(MambaLRP):
             UnsupportedModelError: for a mixer that works on windows of the tokens; or that was
                 measured, where its scans do not work on all tokens one by one.
         """
-        if formulation not in FORMULATIONS:
-            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        _check_formulation(formulation)
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
-        asked = target if against is None else Against(target, against)
-        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
         if rule == "integrated":
             found = self._integrated(arguments, formulation, steps)
         else:
@@ -146,15 +148,21 @@ class RelevanceFlow(MambaLRP):
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for layers that
                 work on different tokens, or without a residual stream.
         """
-        if formulation is not None and formulation not in FORMULATIONS:
-            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+        _check_formulation("hidden" if formulation is None else formulation)
         if not 0 < share <= 1:
             raise ValueError(f"share is {share!r}; expected a number above 0, up to 1.")
-        asked = target if against is None else Against(target, against)
-        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
         edges = self._asked(arguments, formulation, balanced=True)
         with self._computing():
             graph = graph_of(edges, example, share)
+        if graph.error > TOLERATED:
+            warnings.warn(
+                f"up to {graph.error:.0%} of the relevance at a token leaves it by no edge of the "
+                "graph: by biases of norms and MLPs, or by a way that goes past the residual "
+                "stream. FlowGraph.lost says where.",
+                UserWarning,
+                stacklevel=2,
+            )
         return graph if tokens is None else graph.with_tokens(tokens)
 
     def components(
@@ -181,10 +189,8 @@ class RelevanceFlow(MambaLRP):
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for a stream that
                 blocks do not add to.
         """
-        if formulation is not None and formulation not in FORMULATIONS:
-            raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
-        asked = target if against is None else Against(target, against)
-        arguments = Arguments(inputs, asked, additional_forward_args, position)
+        _check_formulation("hidden" if formulation is None else formulation)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
         with workspace():
             run = seen_in_views(retry_with_copies)
             return run(lambda: self._components(arguments, formulation))
@@ -252,6 +258,16 @@ class RelevanceFlow(MambaLRP):
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
+
+
+def _check_formulation(formulation: str) -> None:
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+
+
+def _arguments(inputs: Any, target: Any, extra: Any, against: Any, position: Any) -> Arguments:
+    asked = target if against is None else Against(target, against)
+    return Arguments(inputs, asked, extra, position)
 
 
 def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activations]:

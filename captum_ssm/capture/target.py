@@ -37,8 +37,12 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
     if isinstance(target, Against):
         score = read_score(recording, target.target, position)
         if isinstance(target.foil, str):
+            if target.foil != "others":
+                raise TargetError(
+                    f"against is {target.foil!r}; expected 'others', another target, or None."
+                )
             return score - _score_of_others(recording, target.target, position)
-        return score - read_score(recording, target.foil, position)
+        return score - _score_of_foil(recording, target, position)
     logits = extract_logits(recording.output)
     target, position = _split_target(recording, target, position)
     with torch.inference_mode(False), torch.enable_grad():
@@ -230,6 +234,33 @@ def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
             "position asked for is before them."
         )
     return logits[torch.arange(B, device=logits.device), row]
+
+
+def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tensor:
+    # The score of the other target, at the target's token unless it names one of its own.
+    answer, place = _split_target(recording, asked.target, position)
+    foil, own = _split_target(recording, asked.foil, None)
+    own = place if own is None else own
+    score = read_score(recording, foil, own)
+    if _is_any_same(answer, foil) and _is_any_same(place, own):
+        raise TargetError(
+            f"against is the target in an example: {asked.foil!r} and {asked.target!r}; expected "
+            "another answer."
+        )
+    return score
+
+
+def _is_any_same(one: Any, other: Any) -> bool:
+    # Whether two targets, or two positions, are the same in any example.
+    if one is None or other is None:
+        return one is other
+    if isinstance(one, tuple) or isinstance(other, tuple):  # indices of one entry
+        return bool(one == other)
+    left, right = (as_integers(x, torch.device("cpu")) for x in (one, other))
+    if left is None or right is None:
+        return False
+    same = left == right
+    return bool((same.flatten(1).all(1) if same.dim() > 1 else same).any())
 
 
 def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor:

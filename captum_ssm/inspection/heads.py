@@ -127,6 +127,7 @@ def head_roles(
     Raises:
         InputError: for tokens of another shape than the maps'.
         ValueError: for a number of groups that does not divide the channels.
+        TypeError: for maps that are no mapping.
 
     Examples::
 
@@ -137,6 +138,11 @@ def head_roles(
         >>> round(sum(head.part for head in roles), 3)
         1.0
     """
+    if not isinstance(maps, Mapping):
+        raise TypeError(
+            f"maps is a {type(maps).__name__}; expected a mapping from mixers' paths, such as "
+            "RelevanceFlow(model).edges(...) or captum_ssm.hidden_attention(model, inputs)."
+        )
     counted = _roles_of(tokens, separators, mask)
     found: list[tuple[str, int, Tensor, Tensor, Tensor]] = []
     for layer, one in maps.items():

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from captum_ssm.attr import Edge
+from captum_ssm.attr import Edge, RelevanceEdges
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
@@ -147,6 +147,11 @@ def _by_layer(paths: list[str], edges: Any) -> dict[str, Tensor]:
                 f"mixers; expected ({len(paths)}, L, L) or (B, {len(paths)}, L, L)."
             )
         return dict(zip(paths, edges.unbind(axis), strict=True))
+    if isinstance(edges, RelevanceEdges):
+        raise TypeError(
+            "edges is a RelevanceEdges, which holds all edges of the model; expected some of them, "
+            "such as edges.top(20)."
+        )
     if isinstance(edges, Mapping):
         for layer, mask in edges.items():
             _check_mask(mask, f"edges[{layer!r}]")

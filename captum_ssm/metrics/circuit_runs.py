@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.edges import RANKINGS, RelevanceEdges
@@ -17,6 +17,7 @@ from captum_ssm.capture.target import one_query
 from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import repeated, runs_at_once
 from captum_ssm.metrics.perturbation import classes
+from captum_ssm.mixers.call import bound_arguments
 
 # Edges from the first to the last that is kept: as a method returns them, as maps by layer, or as
 # a list.
@@ -70,9 +71,8 @@ class CircuitRuns:
                 model that returns no logits of at least two.
         """
         at_once = runs_at_once(perturbations_per_eval)
-        with torch.no_grad():
-            output = extract_logits(request.run())
-        rows = _rows(request, output, position) if output.dim() == 3 else None
+        output, mask = _run(request)
+        rows = _rows(request, output, mask, position) if output.dim() == 3 else None
         whole = _answers(output, rows)
         index = classes("target", target, whole)[:, None]
         weights = whole.double().scatter(1, index, -torch.inf).softmax(1)
@@ -122,7 +122,7 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
         by (str, optional): of what is ranked here, ``"size"`` or ``"signed"``. Default: ``"size"``
 
     Raises:
-        ValueError: for an unknown ranking, or maps of another shape.
+        ValueError: for an unknown ranking, or maps of another shape or with NaN.
         TypeError: for something else than edges.
     """
     if by not in RANKINGS:
@@ -158,6 +158,8 @@ def _largest(maps: Mapping[Any, Any], batch: int, k: int, by: str) -> list[Edge]
                 f"the map of {layer} has shape {shape}; expected ({batch}, L, L), target and "
                 "source of each example."
             )
+        if bool(scores.isnan().any()):
+            raise ValueError(f"the map of {layer} holds NaN, which has no rank; expected numbers.")
         size = (scores.abs() if by == "size" else scores).detach().flatten(1)
         best, at = size.topk(min(k, size.shape[1]), 1)
         L = shape[1]
@@ -182,15 +184,29 @@ def _joined(sets: Sequence[Sequence[Edge]], batch: int) -> list[Edge]:
     ]
 
 
-def _rows(request: Request, logits: Tensor, position: Any) -> Tensor:
+def _run(request: Request) -> tuple[Tensor, Any]:
+    # The output, and the mask that the model was given, whoever passed it, and by which name.
+    masks: list[Any] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        masks.append(bound_arguments(module, args, kwargs).get("attention_mask"))
+
+    hook = request.module.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            output = extract_logits(request.run())
+    finally:
+        hook.remove()
+    return output, next(iter(masks), None)
+
+
+def _rows(request: Request, logits: Tensor, mask: Any, position: Any) -> Tensor:
     # The token (B,) that is asked for, among those that logits are returned of, from the end.
-    mask = request.named.get("attention_mask")
-    L = request.inputs[0].shape[1]
-    if not torch.is_tensor(mask) or mask.shape != (request.batch, L):
-        mask = None
-    real = None if mask is None else mask != 0
-    query = one_query(position, (request.batch, L), real, logits.device)
-    return query.argmax(1) - L
+    B, L = request.batch, request.inputs[0].shape[1]
+    real = None
+    if torch.is_tensor(mask) and tuple(mask.shape) in ((B, L), (1, L)):
+        real = (mask != 0).expand(B, L).to(logits.device)
+    return one_query(position, (B, L), real, logits.device).argmax(1) - L
 
 
 def _answers(output: Tensor, rows: Tensor | None) -> Tensor:

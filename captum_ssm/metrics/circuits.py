@@ -194,8 +194,8 @@ def circuit_faithfulness(
 
     Raises:
         ValueError: for ``ks`` that are not ascending positive integers, a foil that is the target,
-            classes outside of the output, maps of another shape, or options that ``circuit``
-            refuses.
+            classes outside of the output, maps of another shape, RelevanceEdges of another
+            formulation, or options that ``circuit`` refuses.
         TypeError: for edges of another kind.
 
     Examples::
@@ -207,6 +207,14 @@ def circuit_faithfulness(
     """
     counts = _checked(ks)
     request = Request.of(forward_func, model, inputs, additional_forward_args)
+    for one in (edges, control):
+        if isinstance(one, RelevanceEdges) and one.formulation != formulation:
+            raise ValueError(
+                f"the ranking has {one.formulation!r} edges and formulation is {formulation!r}, so "
+                "that other edges would be kept than those that were ranked; expected the same. "
+                "Pass formulation= to RelevanceFlow.edges too, or, to test it nevertheless, its "
+                "edges.top(k)."
+            )
     options = {"ablation": ablation, "formulation": formulation, "coefficients": coefficients}
     runs = CircuitRuns.of(
         request,

@@ -11,6 +11,7 @@ from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.capture import Request
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.metrics.circuit_runs import CircuitRuns
+from captum_ssm.utils.integers import as_index
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def find_circuit(
         its ``reached`` is then False.
 
     Raises:
-        ValueError: for several examples, a faithfulness outside (0, 1], a score that does not
-            depend on the edges, or as for :func:`circuit_faithfulness`.
+        ValueError: for several examples, a faithfulness outside (0, 1], a ``max_edges`` below 1, a
+            score that does not depend on the edges, or as for :func:`circuit_faithfulness`.
 
     Examples::
 
@@ -124,6 +125,9 @@ def find_circuit(
     """
     if not 0 < faithfulness <= 1:
         raise ValueError(f"faithfulness is {faithfulness!r}; expected a number above 0, up to 1.")
+    most = as_index(max_edges)
+    if most is None or most < 1:
+        raise ValueError(f"max_edges is {max_edges!r}; expected an integer of at least 1.")
     request = Request.of(forward_func, model, inputs, additional_forward_args)
     if request.batch != 1:
         raise ValueError(
@@ -147,7 +151,7 @@ def find_circuit(
         against=against,
         position=position,
         formulation=formulation,
-    ).top(max_edges)
+    ).top(most)
     search = _Search.of(runs, edges, faithfulness)
     shortest = search.shortest()
     found = search.pruned(shortest) if prune else shortest

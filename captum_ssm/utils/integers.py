@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captum_ssm.errors import InputError
+
 
 def as_index(value: Any) -> int | None:
     """An integer of Python, numpy or torch as an int; None for anything else."""
@@ -25,3 +27,18 @@ def as_integers(value: Any, device: torch.device) -> Tensor | None:
         return None
     is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
     return found.long() if is_integer else None
+
+
+def example_index(example: Any, batch: int) -> int:
+    """The index of one of ``batch`` examples, which may be negative, from the end.
+
+    Raises:
+        InputError: for anything else.
+    """
+    index = as_index(example)
+    if index is None or not -batch <= index < batch:
+        raise InputError(
+            f"example is {example!r}; expected an index of the {batch} examples, 0 .. {batch - 1} "
+            f"(or -{batch} .. -1 from the end)."
+        )
+    return index % batch

@@ -10,6 +10,7 @@ import wild
 from families import FAMILIES, build, padded, skip_what_fails_by_itself
 from models import ids
 from torch import Tensor
+from vision_models import images, small
 
 import captum_ssm
 from captum_ssm import MambaLRP, RelevanceFlow, TargetError
@@ -113,6 +114,7 @@ def test_rows_tiles_heads_and_the_largest_are_those_of_the_matrix(family, formul
         matrix = layer.matrix()
         close = dict(rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(layer.rows(torch.tensor([8, 1])), matrix[:, [8, 1]], **close)
+        torch.testing.assert_close(layer.rows(torch.tensor([-1])), matrix[:, [8]], **close)
         torch.testing.assert_close(layer.tile(2, 5), matrix[:, 2:5], **close)
         heads = layer.heads()
         assert heads.shape[1] == layer.heads_count
@@ -185,7 +187,27 @@ def test_what_the_score_is_compared_with():
     torch.testing.assert_close(against.matrix(), one - other, rtol=1e-4, atol=1e-6)
     at_third = flow.edges(tokens, (3, 5))
     torch.testing.assert_close(at_third.score, flow.edges(tokens, 5, position=3).score)
+    with torch.no_grad():
+        row = model(tokens).logits[:, 3]
+    for against in (7, (3, 7)):  # a foil without a place is read where the target is
+        at_third = flow.edges(tokens, (3, 5), against=against)
+        torch.testing.assert_close(at_third.score, row[:, 5] - row[:, 7])
     assert not at_third.matrix()[:, :, 4:].any()
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "falcon_h1"])
+def test_an_offloaded_model_has_the_same_edges(family):
+    accelerate, tokens = pytest.importorskip("accelerate"), ids(1, L)
+    there = RelevanceFlow(build(family))
+    away = RelevanceFlow(accelerate.cpu_offload(build(family), execution_device="cpu"))
+    close = dict(rtol=1e-4, atol=1e-6)
+    for rule in ("lrp", "gradient"):
+        expected = there.edges(tokens, 5, rule=rule).matrix()
+        assert expected.any()
+        torch.testing.assert_close(away.edges(tokens, 5, rule=rule).matrix(), expected, **close)
+    torch.testing.assert_close(away.graph(tokens, 5).nodes, there.graph(tokens, 5).nodes, **close)
+    written = [flow.components(tokens, 5).values for flow in (away, there)]
+    torch.testing.assert_close(*written, **close)
 
 
 def test_half_precision_keeps_the_books():
@@ -194,7 +216,7 @@ def test_half_precision_keeps_the_books():
     assert max(max(pair) for pair in edges.errors.values()) < 1e-2
 
 
-@pytest.mark.filterwarnings("ignore:relevance goes through")
+@pytest.mark.filterwarnings("ignore:relevance goes through", "ignore:.*leaves it by no edge")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_arrives_at_a_node_is_what_leaves_it(family):
     flow, tokens = RelevanceFlow(build(family)), ids(1, L)
@@ -274,6 +296,26 @@ def test_a_scan_of_two_directions_has_edges_in_both():
     assert matrix.tril(-1).any()
 
 
+@pytest.mark.parametrize(
+    ("make", "given", "of_pairs"),
+    [
+        (lambda: build("mamba"), lambda: ids(1, L), 1),
+        (lambda: build("jamba"), lambda: ids(1, L), 1),
+        (lambda: build("falcon_h1"), lambda: ids(1, L), 1),  # two side by side in each layer
+        (lambda: small().eval(), images, 2),  # in both directions
+    ],
+    ids=["mamba", "jamba", "falcon_h1", "vim"],
+)
+def test_a_graph_counts_the_edges_of_all_mixers_in_the_directions_that_they_read(
+    make, given, of_pairs
+):
+    model = make()
+    flow, inputs = RelevanceFlow(model), given()
+    graph, edges = flow.graph(inputs, 2, share=1.0), flow.edges(inputs, 2)
+    T = len(graph.tokens)
+    assert graph.to_dict()["of"] == len(edges) * of_pairs * T * (T - 1) // 2
+
+
 def test_bad_arguments_are_told():
     model, tokens = build("mamba"), ids(1, L)
     flow = RelevanceFlow(model)
@@ -287,7 +329,33 @@ def test_bad_arguments_are_told():
         flow.graph(tokens, 5, share=2)
     with pytest.raises(TargetError, match="outside the vocabulary"):
         flow.edges(tokens, 5, against=10_000)
+    with pytest.raises(TargetError, match="against is 'other'; expected 'others', another target"):
+        flow.edges(tokens, 5, against="other")
+    for target, against in ((5, 5), (5, torch.tensor([5])), ((3, 5), 5), ((3, 5), (3, 5))):
+        with pytest.raises(TargetError, match="against is the target in an example"):
+            flow.edges(tokens, target, against=against)
+    with pytest.raises(TargetError, match="against is the target in an example"):
+        flow.edges(ids(2, L), [5, 6], against=[7, 6])
+    with pytest.raises(TargetError, match="3 entries for a batch of 2"):
+        flow.edges(ids(2, L), [5, 6], against=[7, 8, 9])
+    for example in (1, -2, "first"):
+        with pytest.raises(captum_ssm.InputError, match=r"example is .*; expected an index of"):
+            flow.graph(tokens, 5, example=example)
+        with pytest.raises(captum_ssm.InputError, match=r"example is .*; expected an index of"):
+            flow.components(tokens, 5).table(example)
+    with pytest.raises(captum_ssm.InputError, match="tokens has 1 texts; the table has 9"):
+        flow.components(tokens, 5).table(tokens=["a"])
+    with pytest.raises(captum_ssm.InputError, match="source is 9; expected one of the 9 tokens"):
+        flow.graph(tokens, 5).paths(source=L)
     edges = flow.edges(tokens, 5)
+    for groups in (0, -4, 7):
+        with pytest.raises(ValueError, match="expected a divisor of the 32 channels"):
+            edges[0].heads(groups=groups)
+    for wrong in ([L], [-L - 1]):
+        with pytest.raises(captum_ssm.InputError, match="outside the 9 tokens"):
+            edges[0].rows(torch.tensor(wrong))
+    with pytest.raises(KeyError, match="names no layer"):
+        flow.edges(tokens, 5, layers=[])
     with pytest.raises(ValueError, match="k is 0; expected"):
         edges.top(0)
     with pytest.raises(KeyError, match="expected an index from 0 to 1"):
@@ -330,3 +398,13 @@ def test_scans_that_work_on_tokens_in_several_ways_are_refused_in_words():
     model, x = _Layers(wild.InBatch).eval(), wild.tokens(length=L)
     with pytest.raises(captum_ssm.UnsupportedModelError, match="has no adapter, and its scans"):
         RelevanceFlow(model).edges(x, 2)
+
+
+def test_a_graph_that_loses_relevance_says_so():
+    model = build("rwkv")
+    for name, parameter in model.named_parameters():
+        if name.endswith("ln1.bias"):
+            parameter.data.fill_(1.0)
+    with pytest.warns(UserWarning, match="of the relevance at a token leaves it by no edge"):
+        graph = RelevanceFlow(model).graph(ids(1, L), 5)
+    assert graph.error > 0.05

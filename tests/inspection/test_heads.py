@@ -141,6 +141,8 @@ def test_what_does_not_fit_is_refused():
         head_roles(made, TOKENS.float())
     with pytest.raises(InputError, match="a row for every token"):
         head_roles({"mixer": torch.zeros(1, 2, 1, L)}, TOKENS)
+    with pytest.raises(TypeError, match="maps is a MambaForCausalLM; expected a mapping"):
+        head_roles(build("mamba"), ids(1, 9))
     edges = RelevanceFlow(build("mamba")).edges(ids(1, 9), 5)
     with pytest.raises(ValueError, match="expected a divisor"):
         head_roles(edges, ids(1, 9), groups=5)

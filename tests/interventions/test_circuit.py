@@ -18,7 +18,7 @@ from models import embed, ids, tiny
 from torch import Tensor, nn
 
 import captum_ssm
-from captum_ssm import InputError, UnsupportedModelError
+from captum_ssm import InputError, RelevanceFlow, UnsupportedModelError
 from captum_ssm.attr import Edge
 from captum_ssm.interventions import Reference, circuit, knockout
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall, find_adapter, find_mixers
@@ -479,3 +479,13 @@ def test_a_list_of_edges_takes_memory_linear_in_the_tokens(mamba):
     assert not is_whole.any()
     assert has_some.nonzero().tolist() == [[0, 99_000]]
     assert edges.at(torch.tensor([[99_000]])).nonzero().tolist() == [[0, 0, 0, 7]]
+
+
+def test_all_edges_of_a_model_are_not_a_choice_of_them():
+    model, tokens = build("mamba"), ids(1, L)
+    edges = RelevanceFlow(model).edges(tokens, 5)
+    with (
+        pytest.raises(TypeError, match=r"expected some of them, such as edges\.top"),
+        circuit(model, edges),
+    ):
+        model(tokens)

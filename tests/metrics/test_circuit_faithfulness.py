@@ -192,6 +192,7 @@ def test_areas_are_over_log_k_and_recovered_is_the_ratio_of_means():
         (TypeError, "edges holds int", {"edges": 3}),
         (ValueError, "for a batch of 2 examples", {"edges": [Edge("x", 6, 6, example=2)]}),
         (ValueError, "target and source", {"edges": {"x": torch.zeros(L, L)}}),
+        (ValueError, "map of x holds NaN", {"edges": {"x": torch.full((2, L, L), torch.nan)}}),
         (ValueError, "perturbations_per_eval", {"perturbations_per_eval": 0}),
         (ValueError, "coefficients is", {"coefficients": "none"}),
     ],
@@ -244,6 +245,7 @@ def test_a_circuit_that_is_not_found_is_not_claimed(mamba):
     [
         ("expected one, as each has", {"inputs": ids(2, L)}),
         ("expected a number above 0", {"faithfulness": 1.5}),
+        ("max_edges is 0; expected", {"max_edges": 0}),
         ("depends on what tokens read", {"inputs": ids(1, L), "faithfulness": 0.9, "zero": True}),
     ],
 )
@@ -255,3 +257,46 @@ def test_searches_that_cannot_be_made_are_refused(message, options):
     arguments = {"inputs": ids(1, L), "target": 5, **options}
     with pytest.raises(ValueError, match=message):
         find_circuit(model, **arguments)
+
+
+@pytest.mark.parametrize("how", ["by place", "in a function", "made by the function"])
+def test_padding_on_the_right_is_known_however_the_mask_is_passed(mamba, how):
+    tokens, mask, target = ids(2, 9), padded("right"), torch.tensor([5, 8])
+    extra = {"by place": mask, "in a function": (mask,), "made by the function": None}[how]
+    model: Any = mamba
+    if how == "in a function":
+
+        def model(x: Tensor, given: Tensor) -> Tensor:
+            return mamba(x, attention_mask=given).logits
+    elif how == "made by the function":
+
+        def model(x: Tensor) -> Tensor:
+            return mamba(x, attention_mask=mask[: len(x)]).logits
+
+    edges = RelevanceFlow(mamba).edges(tokens, target, {"attention_mask": mask})
+    options = {"model": mamba, "ks": (1, 1000)}
+    found = circuit_faithfulness(
+        model, tokens, edges, target, additional_forward_args=extra, **options
+    )
+    named = {"attention_mask": mask}
+    same(
+        found,
+        circuit_faithfulness(
+            mamba, tokens, edges, target, additional_forward_args=named, **options
+        ),
+    )
+    torch.testing.assert_close(found.recovered[:, 1], torch.ones(2).double())
+
+
+def test_a_ranking_of_other_edges_than_those_that_are_removed_is_refused(mamba):
+    tokens = ids(1, L)
+    edges, unified = (
+        RelevanceFlow(mamba).edges(tokens, 5, formulation=one) for one in ("hidden", "unified")
+    )
+    for ranking in ({"edges": unified}, {"edges": edges, "control": unified}):
+        with pytest.raises(ValueError, match="ranking has 'unified' edges and formulation is 'hid"):
+            circuit_faithfulness(mamba, tokens, target=5, **ranking)
+    found = circuit_faithfulness(
+        mamba, tokens, unified, 5, ks=(EVERY,), formulation="unified", coefficients="whole"
+    )
+    torch.testing.assert_close(found.recovered, torch.ones(1, 1).double())

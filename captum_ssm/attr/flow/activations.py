@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -151,7 +150,6 @@ class ActivationStandIns(RelevanceStandIns):
         self.made_of: list[Activations | ScannedCall] = []
         self.scans: list[Scan] = []  # of the call that is running
         self.streams: list[BlockStream] = []
-        self.kept_bytes = math.inf
 
     def picks(self, module: nn.Module) -> bool:
         return module in self.blocks or super().picks(module)
@@ -176,6 +174,11 @@ class ActivationStandIns(RelevanceStandIns):
             return result
         changed = self.made_of[-1].output
         return with_first(call.result, changed.reshape(call.output.shape).to(call.output.dtype))
+
+    def _keeps(self, call: MixerCall) -> bool:
+        # Coefficients are read inside of every mixer, so that no graph can be made later; that of
+        # an offloaded mixer keeps its weights.
+        return True
 
     def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
         return self.rebuilt_of(mixer.detach_coefficients() if self.rule == "lrp" else mixer, call)

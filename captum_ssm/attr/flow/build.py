@@ -14,6 +14,7 @@ from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
 from captum_ssm.attr.flow.paths import joined
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.integers import example_index
 
 # So many edges of a layer are candidates for a graph, and so many are drawn at most.
 CANDIDATES, MOST = 1000, 300
@@ -30,6 +31,7 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         share (float): of the size of all edges between tokens that the graph's edges hold, where so
             many lead to the output.
     """
+    example = example_index(example, len(edges.score))
     steps = [[list(edges.values())[k] for k in step] for step in edges.steps]
     nodes = _nodes(edges, steps)
     rankings = [[layer.ranking(CANDIDATES) for layer in step] for step in steps]
@@ -70,7 +72,14 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         total=total,
         formulation=edges.formulation,
         tokens=[str(t) for t in range(nodes.shape[-1])],
+        count=_count(rankings, nodes.shape[-1]),
     )
+
+
+def _count(rankings: Sequence[Sequence[Ranking]], tokens: int) -> int:
+    # How many edges between tokens there are: half of all pairs where none reads a later one.
+    pairs = tokens * (tokens - 1)
+    return sum(pairs if r.reads_later else pairs // 2 for step in rankings for r in step)
 
 
 def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.direct import DirectRun
+from captum_ssm.attr.flow.graph import check_texts
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.utils.integers import example_index
 
 KINDS = ("embedding", "recurrence", "attention", "mlp", "bias")
 # The parts add up to what the stream holds, up to this share of the largest, in float32 and below.
@@ -80,10 +83,15 @@ class Components:
         Args:
             example (int, optional): which of the batch. Default: 0
             tokens (sequence of str, optional): the texts of the tokens. Default: their indices
+
+        Raises:
+            InputError: for an example outside the batch, or another number of texts than of tokens.
         """
+        example = example_index(example, len(self.score))
         L = self.by_token.shape[-1]
         texts = [f"[{t}]" for t in range(L)]
         if tokens is not None:
+            check_texts(tokens, L, "the table")
             texts = [f"{repr(word)[1:-1]} {at}" for word, at in zip(tokens, texts, strict=True)]
         score = float(self.score[example])
         rows = [("part", "kind", "writes", "share", "for the tokens")]
@@ -91,12 +99,12 @@ class Components:
         for name, kind, value, at in zip(self.names, self.kinds, values, by_token, strict=True):
             best = at.abs().topk(min(2, L)).indices.tolist()
             told = ", ".join(f"{texts[t]} {float(at[t]):+.2f}" for t in best if at[t] != 0)
-            rows.append((name, kind, f"{value:+.3f}", f"{value / score:+.0%}", told))
+            rows.append((name, kind, f"{value:+.3f}", f"{_share(value, score):+.0%}", told))
         rows += [
             (f"all {kind}", "", f"{float(value[example]):+.3f}", f"{share:+.0%}", "")
             for kind, value in self.by_kind().items()
             if self.kinds.count(kind) > 1
-            for share in [float(value[example]) / score]
+            for share in [_share(float(value[example]), score)]
         ]
         rows.append(("score", "", f"{score:+.3f}", "", ""))
         widths = [max(len(row[k]) for row in rows) for k in range(4)]
@@ -107,6 +115,10 @@ class Components:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _share(value: float, score: float) -> float:
+    return value / score if score else math.nan
 
 
 def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -> Components:

@@ -82,9 +82,11 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         """The edges of some mixers only, named by index (negative from the end) or path.
 
         Raises:
-            KeyError: for a layer that is not there.
+            KeyError: for a layer that is not there, or for none.
         """
         named = [layers] if isinstance(layers, (int, str)) else list(layers)
+        if not named:
+            raise KeyError(f"layers is {layers!r}, which names no layer; expected at least one.")
         chosen = [self[name] for name in named]
         return replace(self, layers={layer.name: layer for layer in chosen})
 

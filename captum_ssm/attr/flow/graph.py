@@ -71,6 +71,7 @@ class FlowGraph:
         total (float): the size of all edges between tokens.
         formulation (str): ``"unified"`` or ``"hidden"``.
         tokens (list of str): their texts.
+        count (int): how many edges between tokens the mixers have, of which ``edges`` are some.
         facts (dict): what else is told of the graph, such as the model's name and its answer.
             Default: {}
 
@@ -104,6 +105,7 @@ class FlowGraph:
     total: float
     formulation: str
     tokens: list[str] = field(repr=False)
+    count: int
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -136,7 +138,19 @@ class FlowGraph:
         Args:
             count (int, optional): how many, at most. Default: 3
             source (int, optional): the token that they begin at; None for any. Default: None
+
+        Returns:
+            list of Path: empty where nothing positive arrives at the output, as for an answer that
+            the others beat.
+
+        Raises:
+            InputError: for a source that is no token of the graph.
         """
+        if source is not None and source not in range(len(self.tokens)):
+            raise InputError(
+                f"source is {source!r}; expected one of the {len(self.tokens)} tokens of the "
+                f"graph, 0 .. {len(self.tokens) - 1}, or None for any."
+            )
         edges = [(self.layer_of(e), e.target, e.source, e.relevance) for e in self.edges]
         return likeliest_paths(Steps(self.stays, self.positive, edges, self.at), count, source)
 
@@ -150,11 +164,7 @@ class FlowGraph:
         Raises:
             InputError: for another number of texts than of tokens.
         """
-        if len(tokens) != len(self.tokens):
-            raise InputError(
-                f"tokens has {len(tokens)} texts; the graph has {len(self.tokens)} tokens: "
-                "expected one for each."
-            )
+        check_texts(tokens, len(self.tokens), "the graph")
         return replace(self, tokens=list(tokens))
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +191,7 @@ class FlowGraph:
             "stays": [self._stay(s, t) for s, t in sorted(drawn) if (s + 1, t) in drawn],
             "edges": self._edges(steps),
             "ranked": len(self.edges),
-            "of": W * len(self.tokens) * (len(self.tokens) - 1) // 2,
+            "of": self.count,
             "held": _rounded(self.held),
             "paths": [
                 {"share": _rounded(way.share), "nodes": [list(node) for node in way.nodes]}
@@ -213,6 +223,14 @@ class FlowGraph:
             for s, t in (self.shift.abs() > least).nonzero().tolist()
         ]
         return [*known.values(), *shifts]
+
+
+def check_texts(tokens: Sequence[str], count: int, what: str) -> None:
+    """Raise InputError unless there are ``count`` texts of tokens, one for each of ``what``."""
+    if len(tokens) != count:
+        raise InputError(
+            f"tokens has {len(tokens)} texts; {what} has {count} tokens: expected one for each."
+        )
 
 
 def _rounded(x: Any) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from captum_ssm.attr.flow.activations import Activations
 from captum_ssm.capture import FrozenCall
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import COMPONENTS
 from captum_ssm.mixers.reordered import ReorderedMixer
@@ -36,6 +36,7 @@ class Ranking(NamedTuple):
         own (Tensor): ``(B, L)``, what each token reads from itself.
         positive (Tensor): ``(B, L)``, the sum of all positive edges into each token from others.
         total (Tensor): ``(B,)``, the size of all edges between tokens.
+        reads_later (bool): whether any edge is from a later token.
     """
 
     values: Tensor
@@ -44,6 +45,7 @@ class Ranking(NamedTuple):
     own: Tensor
     positive: Tensor
     total: Tensor
+    reads_later: bool
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,26 @@ class LayerEdges:
         return self.operator.row_tile(start, stop) * self.operator.channels
 
     def rows(self, index: Tensor) -> Tensor:
-        """The edges into the tokens ``index``, ``(R,)`` or ``(B, R)``: ``(B, R, L)``."""
-        index = index.to(self.operator.device)
-        index = index.expand(self.operator.batch, index.shape[-1])
-        return self.operator.rows(index, "mean") * self.operator.channels
+        """The edges into the tokens ``index``, ``(R,)`` or ``(B, R)``: ``(B, R, L)``.
+
+        Positions are negative from the end.
+
+        Raises:
+            InputError: for positions outside the tokens.
+        """
+        return self.operator.rows(self._readers(index), "mean") * self.operator.channels
+
+    def _readers(self, index: Tensor | None) -> Tensor:
+        # Tokens that read, (B, R), from 0 on; None for all.
+        B, L = self.operator.batch, self.operator.length
+        index = torch.arange(L) if index is None else torch.as_tensor(index)
+        index = index if index.dim() else index[None]
+        if bool(((index < -L) | (index >= L)).any()):
+            raise InputError(
+                f"index is {index.tolist()}, outside the {L} tokens of {self.name}: expected "
+                f"0 .. {L - 1} (or -{L} .. -1 from the end)."
+            )
+        return (index % L).to(self.operator.device).expand(B, index.shape[-1])
 
     def heads(self, index: Tensor | None = None, groups: int | None = None) -> Tensor:
         """The edges by head (of a mixer with one map per channel: by channel).
@@ -124,16 +142,15 @@ class LayerEdges:
 
         Raises:
             ValueError: for a number of groups that does not divide the channels.
+            InputError: for positions outside the tokens.
         """
-        operator, count = self.operator, groups or self.heads_count
-        if operator.channels % count:
+        operator, count = self.operator, self.heads_count if groups is None else groups
+        if count < 1 or operator.channels % count:
             raise ValueError(
                 f"groups is {groups}; expected a divisor of the {operator.channels} channels of "
                 f"{self.name}."
             )
-        index = torch.arange(operator.length) if index is None else index
-        index = index.to(operator.device)
-        index = index.expand(operator.batch, index.shape[-1])
+        index = self._readers(index)
         width = operator.channels // count
         starts = range(0, operator.channels, width)
         parts = [operator.map_rows(index, start, start + width).sum(1) for start in starts]
@@ -154,12 +171,13 @@ class LayerEdges:
         B, L = self.operator.batch, self.operator.length
         step, live = max(1, _TILE // (B * L)), (self.out != 0).any(0)
         own, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
-        found, total = [], torch.zeros_like(self.out[:, 0])
+        found, total, reads_later = [], torch.zeros_like(self.out[:, 0]), False
         for start in range(0, L, step):
             stop = min(L, start + step)
             if not bool(live[start:stop].any()):
                 continue
             tile = self.tile(start, stop)
+            reads_later = reads_later or bool(tile.triu(start + 1).any())
             own[:, start:stop] = tile.diagonal(start, 1, 2)
             tile.diagonal(start, 1, 2).zero_()
             positive[:, start:stop] = tile.clamp(min=0).sum(2)
@@ -169,11 +187,11 @@ class LayerEdges:
             found.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
         if not found:
             none = self.out[:, :0]
-            return Ranking(none, none.long(), none.long(), own, positive, total)
+            return Ranking(none, none.long(), none.long(), own, positive, total, reads_later)
         size, *parts = (torch.cat(part, 1) for part in zip(*found, strict=True))
         at = size.topk(min(k, size.shape[1]), 1).indices
         values, targets, sources = (part.gather(1, at) for part in parts)
-        return Ranking(values, targets, sources, own, positive, total)
+        return Ranking(values, targets, sources, own, positive, total, reads_later)
 
     @property
     def error(self) -> Tensor:
