@@ -298,15 +298,21 @@ def token_ids(target: Tensor, vocabulary: int) -> Tensor:
 def _shown(values: Tensor) -> str:
     if values.numel() <= 16:
         return str(values.tolist())
-    return f"of shape {tuple(values.shape)}, from {int(values.min())} to {int(values.max())}"
+    low, high = values.min().item(), values.max().item()
+    return f"of shape {tuple(values.shape)}, from {low:g} to {high:g}"
+
+
+def _named(target: Any) -> str:
+    # A tensor of many numbers by its shape.
+    return _shown(target) if torch.is_tensor(target) and target.numel() > 16 else repr(target)
 
 
 def _as_tokens(target: Any, logits: Tensor) -> Tensor:
     token = as_integers(target, logits.device)
     if token is None or token.dim() > 1:
         raise TargetError(
-            f"target is {target!r}; for logits of shape {tuple(logits.shape)} expected a token "
-            "id, one id per example (list or 1-D tensor), or (position, token)."
+            f"target is {_named(target)}; for logits of shape {tuple(logits.shape)} expected a "
+            "token id, one id per example (list or 1-D tensor), or (position, token)."
         )
     if token.dim() == 1 and token.numel() > 1:
         _check_count(token.numel(), logits.shape[0])

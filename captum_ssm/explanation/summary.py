@@ -48,7 +48,8 @@ class Summary:
     """Mean relevance over all examples and outputs of an explanation, by method.
 
     Args:
-        by_token (tuple of Mean): by the token's text, the largest share first.
+        by_token (tuple of Mean): by the token's text, the largest share first; tokens that were
+            read once, whose share is no mean, come last.
         by_position (tuple of Mean): by the token's position in its text.
         by_distance (tuple of Mean): by the number of tokens between it and the token at which the
             answer is read.
@@ -67,7 +68,7 @@ class Summary:
     by_distance: tuple[Mean, ...]
 
     def top(self, method: str | None = None, count: int = 10) -> tuple[Mean, ...]:
-        """The tokens with the largest share.
+        """The tokens with the largest mean share, those that were read once last.
 
         Args:
             method (str, optional): its name; None for the first. Default: None
@@ -118,7 +119,7 @@ def summary(explanation: ExplanationData) -> Summary:
         for name, group in groups.items():
             means = [_mean(method.name, key, numbers) for key, numbers in sorted(group.items())]
             if name == "token":
-                means.sort(key=lambda one: -one.share)
+                means.sort(key=lambda one: (one.count == 1, -one.share))
             found[name] += means
     return Summary(*(tuple(entries) for entries in found.values()))
 

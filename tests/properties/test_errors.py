@@ -284,6 +284,9 @@ CASES = {
         options={"position": 1, "additional_forward_args": mask("1111111", "0011111")},
     ),
     # the target
+    "a row of scores for a target": wrong_target(
+        torch.ones(2, 50), ["target is of shape (2, 50), from 1 to 1", "one id per example"]
+    ),
     "no target for token logits": wrong_target(
         None, [f"(2, 7, {VOCABULARY})", "no target was given", "(position, token)"]
     ),
