@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from captum_ssm.attr.flow.activations import (
@@ -25,7 +24,7 @@ from captum_ssm.attr.flow.shift import with_shifts
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
 from captum_ssm.attr.options import Arguments
-from captum_ssm.capture import FrozenModel
+from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.target import Against
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers.components import FORMULATIONS
@@ -242,8 +241,10 @@ class RelevanceFlow(MambaLRP):
         scale: float,
     ) -> RelevanceEdges:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
-        blocks = blocks_of(request.module)
-        make = partial(ActivationStandIns, blocks=blocks, rule=rule, scale=scale)
+
+        def make(asked: Request) -> ActivationStandIns:  # once all mixers are known
+            return ActivationStandIns(asked, blocks_of(asked.module), rule, scale)
+
         stand_ins, frozen = self._propagated(request, arguments, make)
         self._warn(frozen)
         kept, score = _kept(stand_ins, frozen), frozen.require_score()

@@ -394,6 +394,32 @@ def test_scans_of_a_mixer_that_nobody_knows_have_edges(kind):
         torch.testing.assert_close(layer.into + of_conv, expected, rtol=1e-4, atol=1e-5)
 
 
+class _Block(torch.nn.Module):
+    def __init__(self, mixer: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.mixer = torch.nn.LayerNorm(6), mixer()
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.SiLU())
+        self.down = torch.nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm(x))
+        return x + self.down(self.mlp(x))
+
+
+@pytest.mark.parametrize("kind", [wild.Mixer, wild.Normed, wild.Backward, wild.BothWays])
+def test_nodes_between_mixers_that_nobody_knows_balance(kind):
+    blocks = torch.nn.Sequential(_Block(kind), _Block(kind))
+    model = torch.nn.Sequential(blocks, torch.nn.Linear(6, 5)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    flow = RelevanceFlow(lambda x: model(x)[:, -1], model=model)
+    graph = flow.graph(wild.tokens(length=L), 2)
+    assert graph.formulation == "unified"
+    assert graph.error < 2e-6
+    assert graph.nodes[0].abs().max() > 0
+
+
 def test_scans_that_work_on_tokens_in_several_ways_are_refused_in_words():
     model, x = _Layers(wild.InBatch).eval(), wild.tokens(length=L)
     with pytest.raises(captum_ssm.UnsupportedModelError, match="has no adapter, and its scans"):

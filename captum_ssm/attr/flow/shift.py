@@ -36,10 +36,16 @@ def with_shifts(
         return list(blocks)
     return [
         replace(block, shifts=_shifts(stream, run.kept[block.mixers[0]], run, formulation))
-        if len(block.mixers) == 1 and _is_off(block, layers[block.mixers[0]])
+        if _has_one_mixer(stream) and _is_off(block, layers[block.mixers[0]])
         else block
         for block, stream in zip(blocks, run.streams, strict=True)
     ]
+
+
+def _has_one_mixer(stream: BlockStream) -> bool:
+    # Whether a block has one, and works on a row of tokens.
+    in_a_row = all(x.dim() == 3 for x in (*stream.before, *stream.after))
+    return in_a_row and len(stream.mixers) == 1
 
 
 def _is_off(block: BlockNodes, layer: LayerEdges) -> bool:
@@ -84,6 +90,8 @@ def _total(coefficients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
 def _pulled(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> list[Tensor]:
+    if not outputs:
+        return [torch.zeros_like(x) for x in inputs]
     found = torch.autograd.grad(
         list(outputs), list(inputs), list(gradients), retain_graph=True, allow_unused=True
     )
