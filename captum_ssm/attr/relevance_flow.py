@@ -78,7 +78,7 @@ class RelevanceFlow(MambaLRP):
         Args:
             inputs, target, additional_forward_args, position: as for ``attribute``.
             against (Any, optional): what the target's score is compared with. ``"others"``: all
-                other answers, weighted by their probabilities, which removes what speaks for any
+                other answers, weighted by their probabilities, which removes what supports any
                 answer; of an output that is one score, nothing. Another target: why not that one,
                 read at the target's token unless it is a ``(position, token)`` of its own. None:
                 the target's score alone. Default: ``"others"``

@@ -136,7 +136,7 @@ class _Graph:
             read(bool, alone.get("right"), f"{self.place}.alone.right")
 
     def _at(self, indices: Sequence[Any], stages: int) -> bool:
-        # Of JSON, whole numbers.
+        # JSON gives whole numbers.
         limits = zip(indices, (stages, self.T), strict=True)
         return all(isinstance(one, int) and 0 <= one < limit for one, limit in limits)
 

@@ -49,7 +49,7 @@ class Summary:
 
     Args:
         by_token (tuple of Mean): by the token's text, the largest share first; tokens that were
-            read once, whose share is no mean, come last.
+            read once, whose share is not a mean, come last.
         by_position (tuple of Mean): by the token's position in its text.
         by_distance (tuple of Mean): by the number of tokens between it and the token at which the
             answer is read.

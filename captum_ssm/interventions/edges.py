@@ -1,7 +1,7 @@
 """Edges of one mixer that are kept, and what its tokens read along them.
 
 A token that keeps all of its edges has the value that the model computed, and one that keeps none
-has what is no edge. Only the others cost something: a product of sources and targets takes one
+has what is not an edge. Only the others cost something: a product of sources and targets takes one
 masked scan. Any other set takes the rows of the operator at these tokens, in tiles of bounded
 memory; or, of a list with few edges per token, only its entries where the operator knows them.
 """
@@ -31,8 +31,8 @@ class EdgeSum:
     Args:
         operator (TokenOperator): the coefficients of the edges.
         values (Tensor): ``(B, L, D)``, what the edges start at.
-        whole (Tensor): ``(B, L, D)``, the sum over all edges and what is no edge.
-        rest (Tensor): ``(B, L, D)``, what is no edge.
+        whole (Tensor): ``(B, L, D)``, the sum over all edges and what is not an edge.
+        rest (Tensor): ``(B, L, D)``, what is not an edge.
         reference (EdgesElsewhere, optional): what edges that are not kept carry; None for nothing.
             Default: None
     """

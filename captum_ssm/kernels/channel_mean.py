@@ -128,11 +128,11 @@ class _Columns(NamedTuple):
         return cls(F.pad(c.columns[:, :stop], (0, 0, extra, after)), extra)
 
     def before(self, edge: int) -> Tensor | None:
-        """Those that sources before a position reach."""
+        """The entries that sources before a position reach."""
         return None if self.factors is None else self.factors[:, : self.extra + edge]
 
     def blocks(self, start: int, size: int, step: int) -> Tensor | None:
-        """Those that blocks of so many sources reach, one block every few positions."""
+        """The entries that blocks of so many sources reach, one block every few positions."""
         if self.factors is None:
             return None
         return self.factors[:, start:].unfold(1, self.extra + size, step).mT

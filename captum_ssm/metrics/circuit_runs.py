@@ -67,7 +67,7 @@ class CircuitRuns:
         all others by the probabilities that they have in the whole model's run.
 
         Raises:
-            ValueError, TypeError: for a target or a foil that is no class of the output, or a
+            ValueError, TypeError: for a target or a foil that is not a class of the output, or a
                 model that returns no logits of at least two.
         """
         at_once = runs_at_once(perturbations_per_eval)

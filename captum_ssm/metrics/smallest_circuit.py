@@ -181,7 +181,7 @@ def _removal(request: Request, others: Any, formulation: str) -> tuple[dict[str,
 
 
 class _Measured(NamedTuple):
-    # Of a set of edges.
+    # What a run with a set of edges gave.
     faithfulness: float
     is_same: bool  # the first answer is that of the whole model
     score: float

@@ -226,7 +226,7 @@ class TokenOperator(ABC):
     def top(self, k: int, by: str = "size", *, between: bool = False) -> TopEntries:
         r"""The largest entries of the channel sum :math:`\sum_d \alpha^{m(d)}_{ij}`.
 
-        Those are D times the entries of ``matrix("mean")``, which is never held: memory is linear
+        They are D times the entries of ``matrix("mean")``, which is never held: memory is linear
         in L. Tiles of rows that cannot contain any of the largest, by :meth:`row_bounds`, are not
         computed. Entries above the diagonal of a causal operator are never returned.
 

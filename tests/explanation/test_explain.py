@@ -269,7 +269,7 @@ def test_words_that_the_model_does_not_see_are_told(model, tmp_path):
         # What is typed as the unknown token is read as it was typed.
         assert first == [None, "<unk>", None, None, "<unk>"]
         assert second == ["<unk>", None]
-    # Of many words some are named.
+    # A warning names some of many words.
     with pytest.warns(UserWarning, match="'z9' and 2 more: the model reads <unk>"):
         explain(model, tokenizer, " ".join(f"z{i}" for i in range(12)), methods="rollout")
 

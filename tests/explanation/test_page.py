@@ -153,7 +153,7 @@ def test_the_token_that_a_class_is_read_from_is_marked_and_can_be_hidden(opened)
             assert "the answer is read here" in tab.locator(".tip").inner_text()
             tab.mouse.move(0, 0)
             hide.click()
-        # Of a whole sentence, only one sign of which is read, nothing is hidden.
+        # Nothing is hidden of a sentence of which only one sign is read.
         option(tab, "Units", "Sentence").click()
         assert tab.locator(".text .part.hidden").count() == 0
         option(tab, "Units", "Token").click()

@@ -262,7 +262,7 @@ class PropagatedRun:
         return [self.coefficient_at(x) for x in tensors]
 
     def with_coefficients(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Those tensors that the score depends on, with their coefficients."""
+        """The tensors that the score depends on, with their coefficients."""
         found = ((x, self.coefficient_at(x)) for x in tensors)
         return [(x, g) for x, g in found if g is not None]
 

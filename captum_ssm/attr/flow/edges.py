@@ -107,7 +107,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         Args:
             k (int): how many, at most.
             by (str, optional): ``"size"``: by absolute relevance, for what a faithful circuit
-                needs. ``"signed"``: only edges that speak for the answer. Default: ``"size"``
+                needs. ``"signed"``: only edges that support the answer. Default: ``"size"``
             layers (int, str or sequence, optional): of which mixers, by index or path; None for
                 all. Default: None
             between (bool, optional): leave out what tokens read from themselves. Default: False

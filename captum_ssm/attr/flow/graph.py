@@ -144,7 +144,7 @@ class FlowGraph:
             the others beat.
 
         Raises:
-            InputError: for a source that is no token of the graph.
+            InputError: for a source that is not a token of the graph.
         """
         if source is not None and source not in range(len(self.tokens)):
             raise InputError(
@@ -155,11 +155,11 @@ class FlowGraph:
         return likeliest_paths(Steps(self.stays, self.positive, edges, self.at), count, source)
 
     def with_facts(self, **facts: Any) -> FlowGraph:
-        """The same graph, of which more is told: the title, the model, the answer."""
+        """A copy of the graph that tells more: the title, the model, the answer."""
         return replace(self, facts=self.facts | facts)
 
     def with_tokens(self, tokens: Sequence[str]) -> FlowGraph:
-        """The same graph with the texts of its tokens.
+        """A copy of the graph with the texts of its tokens.
 
         Raises:
             InputError: for another number of texts than of tokens.

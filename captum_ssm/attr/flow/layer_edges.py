@@ -362,5 +362,5 @@ def _of_scans(mixer: FrozenMixer, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _relevance(coefficient: Tensor, x: Tensor) -> Tensor:
-    # Of a tensor's entries, in its shape.
+    # The relevance of a tensor's entries, in its shape.
     return coefficient.detach().to(torch.promote_types(x.dtype, torch.float32)) * x.detach()

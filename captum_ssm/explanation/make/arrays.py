@@ -77,7 +77,7 @@ class Given:
     note: str = ""
 
     def named(self, features: Sequence[str] | None) -> Given:
-        """The same, with other names of its features; None leaves them.
+        """A copy with other names of its features; None leaves them.
 
         Raises:
             ValueError: for another number of names, or an input without features.

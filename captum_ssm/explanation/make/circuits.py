@@ -41,7 +41,7 @@ def circuits(
     if not setup.circuit:
         return ()
     if not questions.run.is_plain:
-        setup.note("no circuit: the answer is no entry of what the model returns")
+        setup.note("no circuit: the answer is not an entry of what the model returns")
         return ()
     flow = RelevanceFlow(setup.model, memory_limit=setup.memory_limit)
     found = []

@@ -37,6 +37,6 @@ def opening_of(example: Example, method: str) -> int | None:
 
 
 def _row(output: Output) -> int | None:
-    # Of an answer that says something.
+    # The row of an answer; a sign that says nothing has none.
     answer = output.answers[output.chosen]
     return answer.row if any(sign.isalnum() for sign in answer.text) else None

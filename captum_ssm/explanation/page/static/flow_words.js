@@ -67,7 +67,7 @@ export function flowTitle(graph, thing) {
     : ` in ${layerNamed(graph, layer)}`];
 }
 
-// The same for those who listen.
+// A screen reader says it in these words.
 export function flowAloud(graph, thing) {
   const { stage, kind, layer, end, source, target, value } = thing;
   const of = ({ token }) => `${clipped(graph.tokens[token])}, token ${token},`;

@@ -45,7 +45,7 @@ export class Settings {
       ({ value, content: UNITS[value] ?? visible(value) })), values.u);
 
     const places = example.outputs.map(({ position }) => position);
-    // Of an image, or where all tokens are read together, none is the one that is read.
+    // An image, and an answer that all tokens are read for, has no single token that is read.
     this.own.node.hidden = example.outputs.every(({ position, readAt }) => position === null && readAt === null);
     this.own.show(!state.showsOwn);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
