@@ -21,6 +21,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 VARIABLES = tuple("abcdefghijklmnop")
 NUMBERS = tuple(str(n) for n in range(10, 40))
@@ -163,7 +164,7 @@ def make_puzzle(
         names = rng.sample(VARIABLES, links * chains)
         numbers = rng.sample(NUMBERS, chains)
         rows = [[*names[k * links : (k + 1) * links], numbers[k]] for k in range(chains)]
-        records = [pair for row in rows for pair in zip(row, row[1:], strict=False)]
+        records = [pair for row in rows for pair in pairwise(row)]
         rng.shuffle(records)
         puzzle = Puzzle(tuple(records), names[0])
         if puzzle.is_held_out == held_out:
