@@ -23,7 +23,7 @@ from report import report
 from swaps import Subject, record_shares
 from torch import Tensor
 
-from captum_ssm.examples.chains import Puzzle, make_puzzle
+from captum_ssm.examples.chains import Puzzle, encode, make_puzzle
 from captum_ssm.metrics import bootstrap
 
 # After this directory, so that files of the same name here come first.
@@ -153,7 +153,9 @@ def explained(rows: Rows, subject: Subject, puzzles: list[Puzzle], hops: int) ->
     weights: dict[str, dict[str, Measured]] = defaultdict(lambda: defaultdict(dict))
     direct: Measured = defaultdict(list)
     for puzzle in puzzles:
-        matrix = rows(puzzle).double()
+        words = subject.task.continuation(puzzle)[:-1]
+        ids = (torch.tensor(encode(part)) for part in (puzzle.prompt, words))
+        matrix = rows(*ids).double()
         for what, value in agreement(matrix, puzzle, subject).items():
             direct[what].append(value)
         for signs, found in every.items():
@@ -197,7 +199,7 @@ def evaluated(name: str, folder: Path, examples: int) -> dict[str, Any]:
         "methods": {},
     }
     hops = task.links - 1 if task.is_aloud else 0
-    for method, rows in methods(subject):
+    for method, rows in methods(model):
         try:
             row["methods"][method] = explained(rows, subject, puzzles[:examples], hops)
         except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from captum.attr import LayerGradientXActivation
-from swaps import Subject
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from captum_ssm import LaTIM, MambaLRP, UnifiedImplicitAttention
-from captum_ssm.examples.chains import Puzzle, encode
 from captum_ssm.explanation.make.captum_llm import continuation_relevance
 
 SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,8 +20,8 @@ SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
     "net": lambda rows: rows,
     "size": lambda rows: rows.abs(),
 }
-Rows = Callable[[Puzzle], Tensor]
-"""Relevance of all words before each word of the continuation up to the answer."""
+Rows = Callable[[Tensor, Tensor], Tensor]
+"""A prompt ``(P,)`` and words that follow it ``(T,)``, as ids, to relevance ``(T, P + T - 1)``."""
 
 
 @dataclass(frozen=True)
@@ -88,39 +88,30 @@ def strongest(rows: Tensor, prompt: int, signs: str = "positive", hops: int = 3)
     return torch.stack(found)
 
 
-def methods(subject: Subject) -> Iterator[tuple[str, Rows]]:
+def methods(model: PreTrainedModel) -> Iterator[tuple[str, Rows]]:
     """Each method by name; all explain logits."""
 
     def ours(method: Any, **options: Any) -> Rows:
-        def rows(puzzle: Puzzle) -> Tensor:
-            prompt, words = _ids(subject, puzzle)
-            return continuation_relevance(method, prompt, words, **options).detach()
+        return lambda prompt, words: continuation_relevance(
+            method, prompt, words, **options
+        ).detach()
 
-        return rows
-
-    yield "MambaLRP", ours(MambaLRP(subject.model))
-    yield "LaTIM", ours(LaTIM(subject.model))
-    rollout = ours(UnifiedImplicitAttention(subject.model), aggregation="rollout")
+    yield "MambaLRP", ours(MambaLRP(model))
+    yield "LaTIM", ours(LaTIM(model))
+    rollout = ours(UnifiedImplicitAttention(model), aggregation="rollout")
     yield "Unified rollout", rollout
     yield (
         "Unified rollout, without the reading token",
-        lambda puzzle: _without_reader(rollout(puzzle), len(puzzle.prompt)),
+        lambda prompt, words: _without_reader(rollout(prompt, words), len(prompt)),
     )
-    yield "Input x gradient (Captum)", lambda puzzle: _gradient_rows(subject, puzzle)
+    yield "Input x gradient (Captum)", partial(_gradient_rows, model)
     generator = torch.Generator().manual_seed(0)
-
-    def random_rows(puzzle: Puzzle) -> Tensor:
-        prompt, words = _ids(subject, puzzle)
-        P, T = prompt.shape[1], len(words)
-        return torch.rand(T, P + T - 1, generator=generator).tril(P - 1)
-
-    yield "Random", random_rows
-
-
-def _ids(subject: Subject, puzzle: Puzzle) -> tuple[Tensor, Tensor]:
-    """The prompt ``(1, P)`` and the continuation up to the number ``(T,)``."""
-    words = subject.task.continuation(puzzle)[:-1]
-    return torch.tensor([encode(puzzle.prompt)]), torch.tensor(encode(words))
+    yield (
+        "Random",
+        lambda prompt, words: torch.rand(
+            len(words), len(prompt) + len(words) - 1, generator=generator
+        ).tril(len(prompt) - 1),
+    )
 
 
 def _without_reader(rows: Tensor, prompt: int) -> Tensor:
@@ -129,12 +120,11 @@ def _without_reader(rows: Tensor, prompt: int) -> Tensor:
     return rows
 
 
-def _gradient_rows(subject: Subject, puzzle: Puzzle) -> Tensor:
-    prompt, words = _ids(subject, puzzle)
-    P, T = prompt.shape[1], len(words)
-    ids = torch.cat([prompt[0], words[:-1]]).expand(T, -1)
+def _gradient_rows(model: PreTrainedModel, prompt: Tensor, words: Tensor) -> Tensor:
+    P, T = len(prompt), len(words)
+    ids = torch.cat([prompt, words[:-1]]).expand(T, -1)
     product = LayerGradientXActivation(
-        lambda ids: subject.model(ids, use_cache=False).logits[range(T), range(P - 1, P + T - 1)],
-        subject.model.get_input_embeddings(),
+        lambda ids: model(ids, use_cache=False).logits[range(T), range(P - 1, P + T - 1)],
+        model.get_input_embeddings(),
     )
     return product.attribute(ids, target=words).sum(-1).detach()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from captum_ssm.examples import chains, documents
 
 QUESTIONS = 4
 CURRICULUM = 0.4  # of the training, in which chains grow
+ORDERED = 0.6  # of the training, in which a part of the records has the numbers first
 SWAPPED = 0.5  # of the thoughts of a model that is to answer from the prompt
 
 
@@ -31,6 +32,13 @@ class Line:
     inputs: list[str]
     targets: list[str]
     counts: list[bool]
+
+
+def numbers_first(puzzle: chains.Puzzle) -> chains.Puzzle:
+    """The records in the order in which a reader can fill in each number at once."""
+    steps = [len(puzzle.asking(name).links) for name, _ in puzzle.records]
+    order = sorted(range(len(steps)), key=steps.__getitem__)
+    return replace(puzzle, records=tuple(puzzle.records[k] for k in order))
 
 
 class Task(ABC):
@@ -89,9 +97,11 @@ class ChainTask(Task):
         return puzzle.aloud if self.is_aloud else puzzle.at_once
 
     def line(self, rng: random.Random, progress: float) -> Line:
-        longest = 1 + round((self.links - 1) * min(1.0, progress / CURRICULUM))
-        links = rng.randint(max(1, longest - 1), longest)
+        longest = min(self.links, 1 + int(self.links * progress / CURRICULUM))
+        links = rng.randint(max(1, longest - 1), longest) if self.is_aloud else longest
         puzzle = chains.make_puzzle(rng, links=links)
+        if rng.random() > progress / ORDERED:
+            puzzle = numbers_first(puzzle)
         read, right = list(puzzle.facts), list(puzzle.facts)
         counts = [False] * len(read)
         for _ in range(QUESTIONS):

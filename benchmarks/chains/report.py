@@ -103,3 +103,27 @@ when one of them is swapped and everything else is kept.
 {_direct(methods)}
 {"".join(f"{chr(10)}Not measured: {line}" for line in failed)}
 """
+
+
+def document_report(row: dict[str, Any]) -> str:
+    """The Markdown file of `evaluate_documents.py`."""
+    body = []
+    for name, kinds in row["methods"].items():
+        for kind, found in kinds.items():
+            body.append([name, kind, *(shown(value) for value in found.values())])
+    columns = list(next(iter(row["methods"].values()))["plain"])
+    truth = [[name, shown(value)] for name, value in row["interventions"].items()]
+    return f"""# {row["model"]}
+
+Three documents, and a question about one: {row["examples"]} held-out prompts without an order,
+with a remark, and with an order that the model obeys, all answered right. Shares of the relevance
+on the prompt, of its {row["signs"]} part, by `captum_ssm.metrics.part_shares`: of the part that the
+answer is from (the asked document, or the order), of the order or remark, and of the question.
+"Interval above all others" counts prompts in which the right part's 95% interval over the answer's
+tokens lies above the intervals of all other documents and of the order or remark.
+Intervals in this table are 95% bootstraps over prompts.
+
+{lines(["the order is obeyed; then", "share of prompts"], truth)}
+
+{lines(["method", "prompts", *columns], body)}
+"""
