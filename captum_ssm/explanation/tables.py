@@ -75,8 +75,8 @@ def to_pandas(explanation: ExplanationData, units: str) -> pandas.DataFrame:
                 against = "" if row.against is None else row.against.text
                 about = (example.name, method.name, row.output.position, row.answer.text, against)
                 for unit, (value, share) in enumerate(zip(values, shares(values), strict=True)):
-                    line = (*about, unit, bounds[unit][0], texts[unit], float(value), float(share))
-                    line += (row.hop,)
+                    about_unit = (unit, bounds[unit][0], texts[unit])
+                    line = (*about, *about_unit, float(value), float(share), row.hop)
                     for name, item in zip(_COLUMNS, line, strict=True):
                         columns[name].append(item)
     return pandas.DataFrame(columns)
