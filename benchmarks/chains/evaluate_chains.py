@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from handing import Rows, hand_on, methods, normalized, strongest
+from handing import SIGNS, Rows, hops_of, methods, on_prompt, strongest
 from lessons import TASKS, ChainTask
 from report import report
 from swaps import Subject, record_shares
@@ -79,8 +79,8 @@ def interventions(subject: Subject, puzzles: list[Puzzle]) -> dict[str, Any]:
 def by_hop(rows: Tensor, puzzle: Puzzle, signs: str, hops: int) -> dict[str, Tensor]:
     """Shares of each hop's relevance on the prompt, and what it hands on, ``(K + 1,)`` each."""
     P = len(puzzle.prompt)
-    handed = hand_on(rows, P, signs, hops)
-    records = record_shares(normalized(handed.relevance[:, :P]), puzzle)
+    traced = hops_of(rows, P, signs, hops)
+    records = record_shares(on_prompt(traced.relevance, P), puzzle)
     right = torch.tensor([puzzle.links[max(0, len(puzzle.links) - 1 - k)] for k in range(hops + 1)])
     at = torch.arange(hops + 1)
     return {
@@ -88,22 +88,22 @@ def by_hop(rows: Tensor, puzzle: Puzzle, signs: str, hops: int) -> dict[str, Ten
         "rest of the chain": records[:, puzzle.links].sum(1) - records[at, right],
         "other chain": records[:, puzzle.others].sum(1),
         "largest is right": (records.argmax(1) == right).double(),
-        "handed on": handed.on,
+        "handed on": traced.handed_on,
     }
 
 
 def summaries(rows: Tensor, puzzle: Puzzle, signs: str, hops: int) -> dict[str, Tensor]:
     """Relevance of each record for the whole answer, ``(records,)``, by ways to weight the hops."""
     P = len(puzzle.prompt)
-    handed = hand_on(rows, P, signs, hops)
-    alone = normalized(handed.relevance[:, :P])
-    one = normalized(strongest(rows, P, signs, hops)[:, :P])
+    traced = hops_of(rows, P, signs, hops)
+    alone = record_shares(on_prompt(traced.relevance, P), puzzle)
+    one = record_shares(on_prompt(strongest(rows, P, hops), P), puzzle)
     return {
-        "hop 0": record_shares(alone[0], puzzle),
-        "sum over hops": record_shares(normalized(handed.relevance[:, :P].sum(0)), puzzle),
-        "mean of normalized hops": record_shares(alone.mean(0), puzzle),
-        "largest over normalized hops": record_shares(alone, puzzle).amax(0),
-        "strongest word only, normalized": record_shares(one, puzzle).amax(0),
+        "hop 0": alone[0],
+        "sum over hops": record_shares(on_prompt(traced.total, P), puzzle),
+        "mean of normalized hops": alone.mean(0),
+        "largest over normalized hops": alone.amax(0),
+        "largest, from the strongest word only": one.amax(0),
     }
 
 
@@ -117,7 +117,7 @@ def against_truth(shares: Tensor, puzzle: Puzzle) -> dict[str, Tensor]:
     wins = (mine[:, None] > other).double() + 0.5 * (mine[:, None] == other).double()
     truth = torch.zeros_like(shares)
     truth[puzzle.links] = 1 / len(puzzle.links)
-    whole = normalized(shares.clamp(min=0))
+    whole = on_prompt(shares.clamp(min=0), len(shares))
     return {
         "order": wins.mean(),
         "whole chain first": (mine.min() > other.max()).double(),
@@ -149,7 +149,7 @@ def agreement(rows: Tensor, puzzle: Puzzle, subject: Subject) -> dict[str, Tenso
 
 def explained(rows: Rows, subject: Subject, puzzles: list[Puzzle], hops: int) -> dict[str, Any]:
     """All of one method, with intervals over puzzles."""
-    every: dict[str, Any] = {s: defaultdict(list) for s in ("positive", "net", "size")}
+    every: dict[str, Any] = {s: defaultdict(list) for s in SIGNS}
     weights: dict[str, dict[str, Measured]] = defaultdict(lambda: defaultdict(dict))
     direct: Measured = defaultdict(list)
     for puzzle in puzzles:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,79 +11,46 @@ from captum.attr import LayerGradientXActivation
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from captum_ssm import LaTIM, MambaLRP, UnifiedImplicitAttention
-from captum_ssm.explanation.make.captum_llm import continuation_relevance
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    Trace,
+    UnifiedImplicitAttention,
+    continuation_relevance,
+    trace_rows,
+)
 
-SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
-    "positive": lambda rows: rows.clamp(min=0),
-    "net": lambda rows: rows,
-    "size": lambda rows: rows.abs(),
-}
 Rows = Callable[[Tensor, Tensor], Tensor]
 """A prompt ``(P,)`` and words that follow it ``(T,)``, as ids, to relevance ``(T, P + T - 1)``."""
 
+SIGNS = ("positive", "positive of each word", "net")
 
-@dataclass(frozen=True)
-class Handed:
-    """Relevance by hop.
 
-    Args:
-        relevance (Tensor): ``(K + 1, P + T - 1)``, hop k with the weights that it was handed.
-        on (Tensor): ``(K + 1,)``, the share of each hop on words of the continuation.
+def hops_of(rows: Tensor, prompt: int, signs: str, hops: int) -> Trace:
+    """The trace of the last word, by one of three ways to treat signs.
+
+    ``"net"`` and ``"positive"`` are those of :func:`captum_ssm.trace`; ``"positive of each word"``
+    takes the positive part of each row before any of them are summed.
     """
-
-    relevance: Tensor
-    on: Tensor
-
-    @property
-    def normalized(self) -> Tensor:
-        """Each hop divided by its sum."""
-        return normalized(self.relevance)
+    if signs == "positive of each word":
+        rows, signs = rows.clamp(min=0), "positive"
+    return trace_rows(rows, prompt, span=(-1, -1), hops=hops, signs=signs)
 
 
-def normalized(rows: Tensor) -> Tensor:
-    """Rows divided by their sums; a row that sums to zero stays."""
-    whole = rows.sum(-1, keepdim=True)
-    return rows / torch.where(whole == 0, 1.0, whole)
+def on_prompt(relevance: Tensor, prompt: int) -> Tensor:
+    """Relevance of the prompt's words, ``(..., P)``, divided by the sum of its sizes."""
+    part = relevance[..., :prompt]
+    return part / part.abs().sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def hand_on(rows: Tensor, prompt: int, signs: str = "positive", hops: int = 3) -> Handed:
-    r"""Hops from the last row: :math:`w_{k+1} = w_k R_{own}`, with the rows of R normalized.
-
-    Args:
-        rows (Tensor): ``(T, P + T - 1)``, one row per word of the continuation.
-        prompt (int): P.
-        signs (str): what of the rows counts.
-        hops (int): K.
-    """
-    shares = normalized(SIGNS[signs](rows))
-    own = torch.nn.functional.pad(shares[:, prompt:], (0, 1))  # (T, T)
-    weights = torch.zeros(len(rows), dtype=rows.dtype)
-    weights[-1] = 1.0
-    found, on = [], []
-    for _ in range(hops + 1):
-        found.append(weights @ shares)
-        on.append((weights @ own).sum() / weights.sum() if weights.sum() else weights.sum())
-        weights = weights @ own
-    return Handed(torch.stack(found), torch.stack(on))
-
-
-def closed_form(rows: Tensor, prompt: int, signs: str = "positive") -> Tensor:
-    r"""All hops at once, on the prompt: :math:`(I - R_{own})^{-1} R_{prompt}`'s last row."""
-    shares = normalized(SIGNS[signs](rows))
-    own = torch.nn.functional.pad(shares[:, prompt:], (0, 1))
-    return torch.linalg.solve(torch.eye(len(rows), dtype=rows.dtype) - own, shares[:, :prompt])[-1]
-
-
-def strongest(rows: Tensor, prompt: int, signs: str = "positive", hops: int = 3) -> Tensor:
-    """Hops that go on from one word only, the most relevant: ``(K + 1, P + T - 1)``."""
-    shares = normalized(SIGNS[signs](rows))
+def strongest(rows: Tensor, prompt: int, hops: int) -> Tensor:
+    """Hops that go on from one word only, the most relevant: ``(K + 1, P + T - 1)`` or fewer."""
     found, word = [], len(rows) - 1
     for _ in range(hops + 1):
-        found.append(shares[word])
+        found.append(rows[word])
         if word == 0:
             break
-        word = int(shares[word, prompt : prompt + word].argmax())
+        word = int(rows[word, prompt : prompt + word].argmax())
     return torch.stack(found)
 
 

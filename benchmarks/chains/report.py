@@ -84,7 +84,7 @@ continued without a mistake. Intervals are 95% bootstraps over chains.
 Shares of each hop's relevance on the prompt, of its positive part: the record that the hop is
 about (the last one for hop 0, and so on backwards), the rest of the asked chain, the other chain;
 how often the record with the largest share is the right one; and how much of all relevance of the
-hop lies on words of the continuation and is handed on.
+hop lies on words of the continuation, from which the next hop starts.
 
 {_hops(methods, "positive")}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handing import closed_form, hand_on, strongest
+from handing import hops_of, on_prompt, strongest
 from lessons import TASKS, ChainTask, accuracy
 from swaps import Subject, record_shares
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,7 +69,7 @@ def test_lines_hold_questions_and_their_right_words() -> None:
     task = TASKS["pretence"]
     assert isinstance(task, ChainTask)
     swapped = 0
-    for seed in range(5):
+    for seed in range(20):
         line = task.line(random.Random(seed), progress=1.0)
         table = {line.inputs[i]: line.inputs[i + 2] for i in range(0, 4 * task.links, 4)}
         for i, word in enumerate(line.inputs):
@@ -100,29 +100,25 @@ def test_an_answer_is_from_its_source(kind: str) -> None:
         assert (drawn.source == "order") == (kind == "order") == ("say" in drawn.prompt)
 
 
-def some_rows(prompt: int, words: int) -> torch.Tensor:
-    shape = (words, prompt + words - 1)
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(shape, generator=generator, dtype=torch.float64).tril(prompt - 1)
-
-
-def test_hops_sum_to_the_closed_form_and_conserve() -> None:
-    rows = some_rows(prompt=5, words=4)
-    handed = hand_on(rows, prompt=5, hops=4)
-    torch.testing.assert_close(handed.relevance[:, :5].sum(0), closed_form(rows, 5))
-    torch.testing.assert_close(closed_form(rows, 5).sum(), torch.tensor(1.0).double())
-    left = handed.relevance.sum(1)
-    torch.testing.assert_close(left[:-1] * handed.on[:-1], left[1:])
-    assert left[-1] == 0  # the fourth hop comes from no word
-
-
 def test_the_strongest_word_is_followed() -> None:
     rows = torch.zeros(3, 4)  # two words of a prompt, three of a continuation
     rows[2] = torch.tensor([0.2, 0.1, 0.3, 0.4])
     rows[1] = torch.tensor([0.0, 0.1, 0.9, 0.0])
     rows[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    found = strongest(rows, prompt=2)
+    found = strongest(rows, prompt=2, hops=2)
     torch.testing.assert_close(found, rows.flip(0))
+    assert strongest(rows, prompt=2, hops=1).shape == (2, 4)
+
+
+def test_hops_of_positive_rows_are_products_of_shares() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(3, 6, generator=generator).tril(3)  # four words of a prompt, three after it
+    shares = rows / rows.sum(1, keepdim=True)
+    wanted = [shares[2], shares[2, 4:] @ shares[:2], shares[2, 5] * shares[1, 4] * shares[0]]
+    for signs in ("positive", "positive of each word", "net"):
+        found = hops_of(rows, 4, signs, hops=2).relevance
+        torch.testing.assert_close(found / rows[2].sum(), torch.stack(wanted))
+    assert on_prompt(rows, 4)[0].sum() == pytest.approx(1)
 
 
 def test_record_shares_are_those_of_its_words() -> None:
