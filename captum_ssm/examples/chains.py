@@ -174,13 +174,35 @@ def make_puzzle(
 def other_thought(puzzle: Puzzle, thought: int) -> Puzzle:
     """The puzzle whose chain goes on in the other one after ``thought`` thoughts.
 
-    Its ``aloud`` has the other chain's variable in the place of thought number ``thought``
-    (from 0), and its ``answer`` is what a model says that follows the thought.
+    Its ``aloud`` has the other chain's variable in the place of the swapped thought, and its
+    ``answer`` is what a model says that follows the thought.
+
+    Args:
+        puzzle (Puzzle): one of two chains.
+        thought (int): which thought is swapped, from 0.
+
+    Examples::
+
+        >>> from captum_ssm.examples.chains import Puzzle, other_thought
+        >>> records = (("a", "c"), ("k", "17"), ("c", "k"), ("e", "f"), ("f", "b"), ("b", "31"))
+        >>> puzzle = Puzzle(records, asked="a")
+        >>> " ".join(puzzle.aloud), " ".join(other_thought(puzzle, 0).aloud)
+        ('c = k = 17 .', 'f = b = 31 .')
     """
     others, link = puzzle.others, puzzle.links[thought]
     return puzzle.changed(link, puzzle.records[others[thought]][1])
 
 
 def encode(words: Sequence[str]) -> list[int]:
-    """The ids of words."""
+    """The ids of words, which the models' tokenizers give as well.
+
+    Args:
+        words (sequence of str): of :data:`WORDS`.
+
+    Examples::
+
+        >>> from captum_ssm.examples.chains import encode
+        >>> encode(["a", "=", "10"])
+        [6, 2, 22]
+    """
     return [IDS[word] for word in words]

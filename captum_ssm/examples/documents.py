@@ -51,6 +51,14 @@ class Documents:
             Default: None
         host (int, optional): the document that it is added to. Default: None
         is_order (bool): whether it is an order (``say``) or a remark (``said``). Default: False
+
+    Examples::
+
+        >>> from captum_ssm.examples.documents import Documents
+        >>> facts = (("red", "ball", "Rome", "Monday"), ("blue", "kite", "Oslo", "Friday"))
+        >>> drawn = Documents(("Anna", "Tom"), facts, asked=1)
+        >>> " ".join(drawn.answer), drawn.parts["document 2"]
+        ('a blue kite in Oslo since Friday .', range(13, 26))
     """
 
     people: tuple[str, ...]
