@@ -12,17 +12,19 @@ import argparse
 import random
 import sys
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from handing import SIGNS, Rows, hops_of, methods, on_prompt, strongest
+from handing import SIGNS, WAYS, Rows, Swapped, handed_by, hops_of, methods, on_prompt
 from lessons import TASKS, ChainTask
 from report import report
 from swaps import Subject, record_shares
 from torch import Tensor
 
+from captum_ssm import Trace
 from captum_ssm.examples.chains import Puzzle, encode, make_puzzle
 from captum_ssm.metrics import bootstrap
 
@@ -76,13 +78,12 @@ def interventions(subject: Subject, puzzles: list[Puzzle]) -> dict[str, Any]:
     }
 
 
-def by_hop(rows: Tensor, puzzle: Puzzle, signs: str, hops: int) -> dict[str, Tensor]:
+def by_hop(traced: Trace, puzzle: Puzzle) -> dict[str, Tensor]:
     """Shares of each hop's relevance on the prompt, and what it hands on, ``(K + 1,)`` each."""
-    P = len(puzzle.prompt)
-    traced = hops_of(rows, P, signs, hops)
-    records = record_shares(on_prompt(traced.relevance, P), puzzle)
-    right = torch.tensor([puzzle.links[max(0, len(puzzle.links) - 1 - k)] for k in range(hops + 1)])
-    at = torch.arange(hops + 1)
+    records = record_shares(on_prompt(traced.relevance, traced.prompt), puzzle)
+    last = len(puzzle.links) - 1
+    right = torch.tensor([puzzle.links[max(0, last - k)] for k in range(traced.hops + 1)])
+    at = torch.arange(traced.hops + 1)
     return {
         "right record": records[at, right],
         "rest of the chain": records[:, puzzle.links].sum(1) - records[at, right],
@@ -92,18 +93,14 @@ def by_hop(rows: Tensor, puzzle: Puzzle, signs: str, hops: int) -> dict[str, Ten
     }
 
 
-def summaries(rows: Tensor, puzzle: Puzzle, signs: str, hops: int) -> dict[str, Tensor]:
-    """Relevance of each record for the whole answer, ``(records,)``, by ways to weight the hops."""
-    P = len(puzzle.prompt)
-    traced = hops_of(rows, P, signs, hops)
-    alone = record_shares(on_prompt(traced.relevance, P), puzzle)
-    one = record_shares(on_prompt(strongest(rows, P, hops), P), puzzle)
+def summaries(traced: Trace, puzzle: Puzzle) -> dict[str, Tensor]:
+    """Relevance of each record for the whole answer, ``(records,)``, by ways to sum the hops up."""
+    alone = record_shares(on_prompt(traced.relevance, traced.prompt), puzzle)
     return {
         "hop 0": alone[0],
-        "sum over hops": record_shares(on_prompt(traced.total, P), puzzle),
+        "sum over hops": record_shares(on_prompt(traced.total, traced.prompt), puzzle),
         "mean of normalized hops": alone.mean(0),
         "largest over normalized hops": alone.amax(0),
-        "largest, from the strongest word only": one.amax(0),
     }
 
 
@@ -125,61 +122,70 @@ def against_truth(shares: Tensor, puzzle: Puzzle) -> dict[str, Tensor]:
     }
 
 
-def agreement(rows: Tensor, puzzle: Puzzle, subject: Subject) -> dict[str, Tensor]:
+def effects(subject: Subject, puzzle: Puzzle) -> list[Swapped]:
+    """The effects of thoughts and of records on each thought and on the answer."""
+    words = range(0, 2 * len(puzzle.links), 2) if subject.task.is_aloud else [0]
+    return [subject.effects(puzzle, word) for word in words]
+
+
+def agreement(rows: Tensor, puzzle: Puzzle, swapped: list[Swapped]) -> dict[str, Tensor]:
     """How rows agree with direct effects: swapped thoughts and changed records, for each word.
 
     ``correlation`` is Pearson's over thoughts and records, the mean over the words of the chain;
     ``thought`` is how often the thought of the largest relevance has the largest effect.
     """
     P = len(puzzle.prompt)
-    words = [2 * k for k in range(len(puzzle.links))] if subject.task.is_aloud else [0]
-    found: dict[str, list[Tensor]] = {"correlation": [], "thought": []}
-    for word in words:
-        thoughts, records = subject.effects(puzzle, word)
-        row = rows[word]
-        mine = row[[P + 2 * k for k in range(len(thoughts))]]
-        both = torch.stack(
-            [torch.cat([mine, record_shares(row, puzzle)]), torch.cat([thoughts, records])]
-        )
-        found["correlation"].append(torch.corrcoef(both.double())[0, 1].nan_to_num())
-        if len(thoughts) > 1:
+    found: dict[str, list[Tensor]] = {"correlation": [], "records only": [], "thought": []}
+    for k, (thoughts, records) in enumerate(swapped):
+        row = rows[2 * k]
+        mine, theirs = row[P : P + 2 * k : 2], record_shares(row, puzzle)
+        for name, pair in (
+            ("correlation", (torch.cat([mine, theirs]), torch.cat([thoughts, records]))),
+            ("records only", (theirs, records)),
+        ):
+            both = torch.stack([part.double() for part in pair])
+            found[name].append(torch.corrcoef(both)[0, 1].nan_to_num())
+        if k > 1:
             found["thought"].append((mine.argmax() == thoughts.argmax()).double())
     return {name: torch.stack(values).mean() for name, values in found.items() if values}
 
 
-def explained(rows: Rows, subject: Subject, puzzles: list[Puzzle], hops: int) -> dict[str, Any]:
-    """All of one method, with intervals over puzzles."""
-    every: dict[str, Any] = {s: defaultdict(list) for s in SIGNS}
-    weights: dict[str, dict[str, Measured]] = defaultdict(lambda: defaultdict(dict))
+def explained(
+    rows: Rows, subject: Subject, puzzles: list[Puzzle], swapped: list[list[Swapped]], hops: int
+) -> dict[str, Any]:
+    """All of one method: ways to hand relevance on, by signs, with intervals over puzzles."""
+    ways = WAYS if subject.task.is_aloud else WAYS[:1]
+    handed: dict[tuple[str, str], Measured] = defaultdict(lambda: defaultdict(list))
+    weighed: dict[tuple[str, str, str], Measured] = defaultdict(lambda: defaultdict(list))
     direct: Measured = defaultdict(list)
-    for puzzle in puzzles:
+    for puzzle, known in zip(puzzles, swapped, strict=True):
         words = subject.task.continuation(puzzle)[:-1]
         ids = (torch.tensor(encode(part)) for part in (puzzle.prompt, words))
-        matrix = rows(*ids).double()
-        for what, value in agreement(matrix, puzzle, subject).items():
+        matrix, P = rows(*ids).double(), len(puzzle.prompt)
+        for what, value in agreement(matrix, puzzle, known).items():
             direct[what].append(value)
-        for signs, found in every.items():
-            for what, values in by_hop(matrix, puzzle, signs, hops).items():
-                found[what].append(values)
-            for way, shares in summaries(matrix, puzzle, signs, hops).items():
+        for way, signs in product(ways, SIGNS):
+            traced = hops_of(handed_by(way, matrix, P, known), P, signs, hops)
+            for what, values in by_hop(traced, puzzle).items():
+                handed[way, signs][what].append(values)
+            for summary, shares in summaries(traced, puzzle).items():
                 for what, value in against_truth(shares, puzzle).items():
-                    weights[signs][way].setdefault(what, []).append(value)
+                    weighed[way, signs, summary][what].append(value)
     return {
         "direct effects": {what: interval(values) for what, values in direct.items()},
-        "hops": {
-            signs: {
+        "hops": [
+            {"way": way, "signs": signs}
+            | {
                 what: [interval(torch.stack(values)[:, k]) for k in range(hops + 1)]
                 for what, values in found.items()
             }
-            for signs, found in every.items()
-        },
-        "weights": {
-            signs: {
-                way: {what: interval(values) for what, values in table.items()}
-                for way, table in ways.items()
-            }
-            for signs, ways in weights.items()
-        },
+            for (way, signs), found in handed.items()
+        ],
+        "summaries": [
+            {"way": way, "signs": signs, "summary": summary}
+            | {what: interval(values) for what, values in found.items()}
+            for (way, signs, summary), found in weighed.items()
+        ],
     }
 
 
@@ -199,11 +205,10 @@ def evaluated(name: str, folder: Path, examples: int) -> dict[str, Any]:
         "methods": {},
     }
     hops = task.links - 1 if task.is_aloud else 0
+    known = [effects(subject, puzzle) for puzzle in puzzles[:examples]]
     for method, rows in methods(model):
-        try:
-            row["methods"][method] = explained(rows, subject, puzzles[:examples], hops)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            row["methods"][method] = {"error": str(error).splitlines()[0]}
+        found = explained(rows, subject, puzzles[:examples], known, hops)
+        row["methods"][method] = found
         print(name, method, "done", flush=True)
     return row
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,16 @@ from captum_ssm import (
 Rows = Callable[[Tensor, Tensor], Tensor]
 """A prompt ``(P,)`` and words that follow it ``(T,)``, as ids, to relevance ``(T, P + T - 1)``."""
 
+Swapped = tuple[Tensor, Tensor]
+"""The effects of thoughts and of records on one word."""
+
+WAYS = (
+    "all words",
+    "not the reading word",
+    "thoughts only",
+    "the strongest thought",
+    "thoughts, by swaps",
+)
 SIGNS = ("positive", "positive of each word", "net")
 
 
@@ -43,15 +53,33 @@ def on_prompt(relevance: Tensor, prompt: int) -> Tensor:
     return part / part.abs().sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def strongest(rows: Tensor, prompt: int, hops: int) -> Tensor:
-    """Hops that go on from one word only, the most relevant: ``(K + 1, P + T - 1)`` or fewer."""
-    found, word = [], len(rows) - 1
-    for _ in range(hops + 1):
-        found.append(rows[word])
-        if word == 0:
-            break
-        word = int(rows[word, prompt : prompt + word].argmax())
-    return torch.stack(found)
+def handed_by(way: str, rows: Tensor, prompt: int, swapped: Sequence[Swapped]) -> Tensor:
+    """Rows whose relevance of the continuation is what a way to hand it on takes it to be.
+
+    Args:
+        way (str): one of :data:`WAYS`.
+        rows (Tensor): ``(T, P + T - 1)``; thoughts are every second word, from the first on.
+        prompt (int): P.
+        swapped (sequence): for each thought and the answer, the effects of swapping each thought
+            before it and of changing each record.
+    """
+    rows, words = rows.clone(), torch.arange(len(rows))
+    own = rows[:, prompt:]
+    if way == "not the reading word":
+        rows[words, prompt - 1 + words] = 0.0
+    elif way != "all words":
+        own[:, 1::2] = 0.0
+    if way == "the strongest thought":
+        kept = own.clamp(min=0).amax(1, keepdim=True)
+        own[:] = torch.where((own == kept) & (own > 0), own, 0.0)
+    elif way == "thoughts, by swaps":
+        own[:] = 0.0
+        for k, (thoughts, records) in enumerate(swapped):
+            effects = [part.clamp(min=0).to(rows) for part in (thoughts, records)]
+            share = effects[0] / torch.cat(effects).sum().clamp(min=1e-30)
+            left = rows[2 * k, :prompt].abs().sum() / (1 - share.sum()).clamp(min=1e-6)
+            own[2 * k, : 2 * k : 2] = left * share
+    return rows
 
 
 def methods(model: PreTrainedModel) -> Iterator[tuple[str, Rows]]:
@@ -64,12 +92,7 @@ def methods(model: PreTrainedModel) -> Iterator[tuple[str, Rows]]:
 
     yield "MambaLRP", ours(MambaLRP(model))
     yield "LaTIM", ours(LaTIM(model))
-    rollout = ours(UnifiedImplicitAttention(model), aggregation="rollout")
-    yield "Unified rollout", rollout
-    yield (
-        "Unified rollout, without the reading token",
-        lambda prompt, words: _without_reader(rollout(prompt, words), len(prompt)),
-    )
+    yield "Unified rollout", ours(UnifiedImplicitAttention(model), aggregation="rollout")
     yield "Input x gradient (Captum)", partial(_gradient_rows, model)
     generator = torch.Generator().manual_seed(0)
     yield (
@@ -78,12 +101,6 @@ def methods(model: PreTrainedModel) -> Iterator[tuple[str, Rows]]:
             len(words), len(prompt) + len(words) - 1, generator=generator
         ).tril(len(prompt) - 1),
     )
-
-
-def _without_reader(rows: Tensor, prompt: int) -> Tensor:
-    rows = rows.clone()
-    rows[torch.arange(len(rows)), prompt - 1 + torch.arange(len(rows))] = 0.0
-    return rows
 
 
 def _gradient_rows(model: PreTrainedModel, prompt: Tensor, words: Tensor) -> Tensor:

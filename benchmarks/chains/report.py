@@ -36,40 +36,58 @@ def _interventions(row: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _hops(methods: dict[str, Any], signs: str) -> str:
-    body = []
+def _hops(methods: dict[str, Any], way: str, signs: str) -> str:
+    body, columns = [], ["right record", "rest of the chain", "other chain", "largest is right"]
+    columns.append("handed on")
     for name, found in methods.items():
-        hops = found["hops"][signs]
+        (hops,) = [h for h in found["hops"] if (h["way"], h["signs"]) == (way, signs)]
         for k in range(len(hops["right record"])):
-            body.append([name if k == 0 else "", str(k), *(shown(hops[c][k]) for c in hops)])
-    columns = list(next(iter(methods.values()))["hops"][signs])
+            body.append([name if k == 0 else "", str(k), *(shown(hops[c][k]) for c in columns)])
     return lines(["method", "hop", *columns], body)
 
 
-def _weights(methods: dict[str, Any]) -> str:
-    body = []
-    for name, found in methods.items():
-        for signs, ways in found["weights"].items():
-            for way, table in ways.items():
-                body.append([name, signs, way, *(shown(value) for value in table.values())])
-    columns = ["order (AUC)", "whole chain before the other", "distance to equal shares"]
-    return lines(["method", "signs", "weights", *columns], body)
+def _summaries(methods: dict[str, Any]) -> str:
+    measures = {
+        "order": "order (AUC)",
+        "whole chain first": "whole chain before the other",
+        "distance": "distance to equal shares",
+    }
+    body = [
+        [
+            name,
+            *(row[key] for key in ("way", "signs", "summary")),
+            *(shown(row[m]) for m in measures),
+        ]
+        for name, found in methods.items()
+        for row in found["summaries"]
+        if row["signs"] == "positive" or row["way"] == "thoughts, by swaps"
+    ]
+    return lines(["method", "handed on by", "signs", "summary", *measures.values()], body)
 
 
 def _direct(methods: dict[str, Any]) -> str:
+    columns = {
+        "correlation": "correlation, thoughts and records",
+        "records only": "correlation, records",
+        "thought": "most relevant thought has the largest effect",
+    }
     body = [
-        [name, *(shown(found["direct effects"][c]) if c in found["direct effects"] else "" for c in
-                 ("correlation", "thought"))]
+        [
+            name,
+            *(shown(found["direct effects"][c]) for c in columns if c in found["direct effects"]),
+        ]
         for name, found in methods.items()
-    ]  # fmt: skip
-    return lines(["method", "correlation", "most relevant thought has the largest effect"], body)
+    ]
+    known = next(iter(methods.values()))["direct effects"]
+    return lines(["method", *(said for c, said in columns.items() if c in known)], body)
 
 
 def report(row: dict[str, Any]) -> str:
     """The Markdown file next to the JSON."""
-    methods = {name: found for name, found in row["methods"].items() if "error" not in found}
-    failed = [f"{n}: {f['error']}" for n, f in row["methods"].items() if "error" in f]
+    methods = row["methods"]
     form = "written down before the number" if row["aloud"] else "answered at once"
+    ways = dict.fromkeys(h["way"] for h in next(iter(methods.values()))["hops"])
+    hops = "\n\n".join(f"Handed on by: {way}.\n\n{_hops(methods, way, 'positive')}" for way in ways)
     return f"""# {row["model"]}
 
 Two chains of {row["links"]} links, {form}; {row["examples"]} held-out chains explained, all
@@ -79,6 +97,13 @@ continued without a mistake. Intervals are 95% bootstraps over chains.
 
 {_interventions(row)}
 
+## Direct effects
+
+Relevance of thoughts and records for each word of the chain, against the fall of the word's logit
+when one of them is swapped and everything else is kept.
+
+{_direct(methods)}
+
 ## Hops
 
 Shares of each hop's relevance on the prompt, of its positive part: the record that the hop is
@@ -86,22 +111,14 @@ about (the last one for hop 0, and so on backwards), the rest of the asked chain
 how often the record with the largest share is the right one; and how much of all relevance of the
 hop lies on words of the continuation, from which the next hop starts.
 
-{_hops(methods, "positive")}
+{hops}
 
-## Signs and weights
+## Summaries
 
 Every record of the asked chain is needed: the answer changes with each of them and with none of the
-other chain's. Ways to summarize the hops, against that.
+other chain's. Ways to sum the hops up, against that.
 
-{_weights(methods)}
-
-## Direct effects
-
-Relevance of thoughts and records for each word of the chain, against the fall of the word's logit
-when one of them is swapped and everything else is kept.
-
-{_direct(methods)}
-{"".join(f"{chr(10)}Not measured: {line}" for line in failed)}
+{_summaries(methods)}
 """
 
 

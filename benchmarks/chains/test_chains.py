@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handing import hops_of, on_prompt, strongest
+from handing import WAYS, handed_by, hops_of, on_prompt
 from lessons import TASKS, ChainTask, accuracy
 from swaps import Subject, record_shares
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -100,14 +100,28 @@ def test_an_answer_is_from_its_source(kind: str) -> None:
         assert (drawn.source == "order") == (kind == "order") == ("say" in drawn.prompt)
 
 
-def test_the_strongest_word_is_followed() -> None:
-    rows = torch.zeros(3, 4)  # two words of a prompt, three of a continuation
-    rows[2] = torch.tensor([0.2, 0.1, 0.3, 0.4])
-    rows[1] = torch.tensor([0.0, 0.1, 0.9, 0.0])
-    rows[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    found = strongest(rows, prompt=2, hops=2)
-    torch.testing.assert_close(found, rows.flip(0))
-    assert strongest(rows, prompt=2, hops=1).shape == (2, 4)
+def test_ways_to_hand_on_keep_the_prompt_and_choose_words() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(5, 8, generator=generator).tril(3)  # two thoughts, two signs and an answer
+    swapped = [
+        (torch.zeros(0), torch.tensor([1.0, 0.0])),
+        (torch.tensor([3.0]), torch.tensor([0.0, 1.0])),
+        (torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])),
+    ]
+    found = {way: handed_by(way, rows, 4, swapped) for way in WAYS}
+    assert torch.equal(found["all words"], rows)
+    for way in WAYS[2:]:
+        assert torch.equal(found[way][:, :4], rows[:, :4])
+        assert not found[way][:, 5::2].any()
+    reading = found["not the reading word"]
+    assert torch.equal(reading == 0, (rows == 0) | torch.eye(8)[3:].bool())
+    assert torch.equal(found["thoughts only"][:, 4::2], rows[:, 4::2])
+    strongest = found["the strongest thought"][:, 4:]
+    assert (strongest > 0).sum(1).tolist() == [0, 1, 1, 1, 1]
+    assert torch.equal(strongest.amax(1), rows[:, 4::2].amax(1))
+    exact = found["thoughts, by swaps"] / found["thoughts, by swaps"].sum(1, keepdim=True)
+    torch.testing.assert_close(exact[2, 4:], torch.tensor([0.75, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(exact[4, 4:], torch.tensor([0.0, 0.0, 0.5, 0.0]))
 
 
 def test_hops_of_positive_rows_are_products_of_shares() -> None:
