@@ -4,7 +4,7 @@
 
 It needs FlashTrace (https://github.com/wbopan/flashtrace) in an environment of its own. Hybrids are
 explained by its repository at 13865e9 with transformers 5.8.1. Release 0.1.1 is not enough: it
-expects ``self_attn`` in every layer. With transformers 5.23 neither works: layers have no kernel of
+expects ``self_attn`` in every layer. With transformers 5.24 neither works: layers have no kernel of
 their own that could be replaced.
 """
 
