@@ -123,6 +123,9 @@ class FrozenStandIns:
         with torch.set_grad_enabled(self.needs_graph(module)), self._linears.of(module):
             yield
 
+    def prepare(self, module: nn.Module) -> None:
+        """Change the copy of a mixer before the model runs."""
+
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         """What the whole run of the model's copies happens in, of which ``root`` is the first."""
         return nullcontext()

@@ -61,6 +61,7 @@ class Visits:
         keep = partial(self.inner.running, linears=substitute is None and not whole)
         for module in mixers:
             if substitute is not None:
+                substitute.prepare(module)
                 run_in(substitute.running, module)
             if substitute is None or substitute.keeps_mixers:
                 run_in(keep, module)

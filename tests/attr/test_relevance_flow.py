@@ -15,7 +15,7 @@ from vision_models import images, small
 import captum_ssm
 from captum_ssm import MambaLRP, RelevanceFlow, TargetError
 from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun
-from captum_ssm.attr.mamba_lrp import with_leaves
+from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.attr.options import Arguments
 
 L = 9

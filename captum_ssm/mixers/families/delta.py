@@ -79,6 +79,7 @@ def _freeze_delta(
         activation=factor[..., -D:],
         gate=act(gate),
         gate_argument=gate if act is F.silu else None,
+        state=call.state,
     )
     return mixer.with_values(values).normed(rms_scale(call, norm, H))
 
