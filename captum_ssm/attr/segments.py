@@ -35,7 +35,7 @@ from captum_ssm.mixers.past import Past
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.memory import limited_graph
-from captum_ssm.utils.nested import map_tensors, tensors_in, with_first
+from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import weights_loaded
 from captum_ssm.utils.progress import Bar
 
@@ -62,13 +62,15 @@ class FormStandIns(RelevanceStandIns):
 
     def __call__(self, call: MixerCall) -> Any:
         if find_adapter(call.module) is not None:
-            if len(list(tensors_in(call.result))) > 1 or call.channels != -1:
+            shape = call.given_tokens().shape[:2]
+            others = list(tensors_in(call.result))[1:]
+            if any(x.shape[:2] == shape for x in others) or call.channels != -1:
                 raise UnsupportedModelError(
                     f"{call.path} ({type(call.module).__name__}) returns more than tokens (B, L, "
                     "E), which later layers may read; expected mixers that are joined by their "
                     "states alone. Explain the text as a whole: segment=None."
                 )
-            self.forms[call.module] = map_tensors(_empty, call.result)
+            self.forms[call.module] = map_tensors(empty, call.result)
         return super().__call__(call)
 
 
@@ -94,17 +96,28 @@ class SegmentStandIns(RelevanceStandIns):
         self.kept.clear()
 
     def prepare(self, module: nn.Module) -> None:
-        form = self.forms[original(module)]
-        module.__dict__["forward"] = lambda *args, **kwargs: form
+        mixer = original(module)
+        form = self.forms[mixer]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tokens = MixerCall.of("", mixer, args, kwargs, None).given_tokens()
+            return with_first(form, first_of(form)[0, 0, 0].expand(tokens.shape))
+
+        module.__dict__["forward"] = forward
 
     def __call__(self, call: MixerCall) -> Any:
         adapter = find_adapter(call.module)
         if adapter is None:
             return super().__call__(call)
-        k = len(self.kept)
-        past = self.past[k].of(self.past[k].tensors) if self.past else Past()
+        past = self.past[len(self.kept)].anew() if self.past else Past()
         with without_autocast(), weights_loaded(call.module):
             mixer = adapter(replace(call, past=past)).detach_coefficients()
+            if mixer.recurrence.between_states() is None or mixer.state is not past.state:
+                raise UnsupportedModelError(
+                    f"{call.path} ({type(call.module).__name__}) cannot go on from a state, so the "
+                    "text cannot be explained in segments; expected recurrent mixers in all "
+                    "layers. Explain the text as a whole: segment=None."
+                )
             mixed, state = mixer.carry()
             output = mixer.projected(mixer.gated_output([mixed]))
         self.kept.append(past.then(state))
@@ -293,9 +306,9 @@ def place_after(start: int, tokens: int) -> Callable[[int], int]:
     return move
 
 
-def _empty(x: Tensor) -> Tensor:
-    # A tensor of one number that stands for any.
-    return x.new_zeros(()).expand(1, 1, 1)
+def empty(x: Tensor) -> Tensor:
+    """A tensor of one number, in as many axes at least as tokens have."""
+    return x.new_zeros(()).expand(*[1] * max(x.dim(), 3))
 
 
 def _leaf(x: Tensor) -> Tensor:

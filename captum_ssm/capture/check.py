@@ -308,7 +308,7 @@ def _again(
         args, kwargs = map_tensors(
             lambda x: x.detach() * scale if x is tokens else x.detach(), given
         )
-        again = replace(call, args=args, kwargs=kwargs, linears=None, scans=None).run()
+        again = replace(call, args=args, kwargs=kwargs, linears=None, scans=None, past=None).run()
         deviation = Deviation.of(again, Rebuilt.of(adapter(again)))
     # A share is the norm of a difference, known up to the rounding of what is subtracted.
     return deviation.errors(mask, least=torch.finfo(again.output.dtype).eps)

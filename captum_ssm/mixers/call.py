@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm.mixers.linear_layers import is_plain
-from captum_ssm.mixers.past import Past
+from captum_ssm.mixers.past import Past, by_channel
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
@@ -151,10 +151,12 @@ class MixerCall:
             return None
         return mask.to(self.output.device, self.dtype)
 
-    @property
-    def state(self) -> Tensor | None:
-        """The state that the recurrence begins with, ``(B, N, D)``; None for zero."""
-        return None if self.past is None else self.past.state
+    def state(self, convert: Callable[[Tensor], Tensor] = by_channel) -> Tensor | None:
+        """The state that the recurrence begins with, ``(B, N, D)``; None for zero.
+
+        ``convert`` makes it of the form that the model's own cache has.
+        """
+        return None if self.past is None else self.past.tokens_of(convert)
 
     def before(self, x: Tensor, count: int) -> Tensor | None:
         """The inputs ``(B, count, D)`` before those of ``x (B, L, D)``; None for zeros."""

@@ -31,6 +31,7 @@ from captum_ssm.mixers.parts import (
     short_conv,
     unit,
 )
+from captum_ssm.mixers.past import by_key
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator, one_state
 
@@ -114,6 +115,7 @@ def _frozen(
         gate=gate.factor,
         gate_argument=gate.argument,
         offset=offset,
+        state=call.state(by_key),
     )
     return mixer.normed(lambda y: rms_factor(y, weight, eps or norm.eps, groups), bonus)
 
