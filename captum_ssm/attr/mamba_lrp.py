@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -30,9 +30,32 @@ from captum_ssm.capture.unknown_mixers import (
     settle,
     warn_of_unknown,
 )
+from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.captum_api import format_output
 from captum_ssm.utils.memory import limited_graph, memory_limit
 from captum_ssm.wiring.ledger import structure
+
+
+class StateRelevance(NamedTuple):
+    """Relevance of what a layer had kept of earlier tokens when it was called.
+
+    Args:
+        state (Tensor, optional): of the state, in the shape that the cache holds it in: of a
+            recurrence ``(B, D, N)`` or ``(B, H, N, P)``, of attention that of the cached values,
+            ``(B, H, tokens, P)``. None where there was none.
+        tails (tuple of Tensor): of the last inputs of its convolutions, ``(B, K, D)``. Cached keys
+            count as constants: theirs is zero.
+    """
+
+    state: Tensor | None
+    tails: tuple[Tensor, ...]
+
+    @property
+    def total(self) -> Tensor:
+        """All of it, ``(B,)``."""
+        parts = [*self.tails, *([] if self.state is None else [self.state])]
+        return sum_of([part.double().flatten(1).sum(1) for part in parts])
+
 
 StandIns = TypeVar("StandIns", bound="RelevanceStandIns")
 
@@ -88,29 +111,42 @@ class MambaLRP(TokenAttribution):
         """True: relevance claims to add up to the score."""
         return True
 
-    def _attribute(self, arguments: Arguments, *, segment: int | None = None) -> Any:
+    def _attribute(
+        self, arguments: Arguments, *, segment: int | None = None, return_states: bool = False
+    ) -> Any:
         """Relevance of each entry of the inputs, or of each token, for the target.
 
         The delta is the score minus the sum of relevance: what the bias terms contribute, and what
-        parts of the model that could not be frozen fail to conserve.
+        parts of the model that could not be frozen fail to conserve. A cache in
+        ``additional_forward_args`` holds what tokens before the inputs have left in each layer;
+        that gets relevance of its own, which counts in the sum.
 
         Args:
             segment (int, optional): explain a text in segments of so many tokens, with the memory
                 of one, whatever its length, and the same result. The model's mixers have to be
                 recurrent, and tokens may be joined by their states alone; the target is read in the
                 last segment. Default: None, as a whole
+            return_states (bool, optional): return, last, relevance of what each layer began with,
+                a dict of :class:`~captum_ssm.attr.StateRelevance` by the names of the mixers; empty
+                without a cache. Default: False
         """
         request = self._request(arguments.inputs, arguments.additional_forward_args)
         if segment is not None and check_text(request, segment) < request.inputs[0].shape[1]:
             result, score = self._in_segments(request, arguments, segment)
-            return (result, delta(score, result)) if arguments.return_convergence_delta else result
-        request = with_leaves(request)
-        rules, frozen = self._propagated(request, arguments, RelevanceStandIns)
-        score = frozen.require_score()
-        relevance = rules.relevance(score)
-        self._warn(frozen)
-        result = of_inputs(frozen, relevance)
-        return (result, delta(score, result)) if arguments.return_convergence_delta else result
+            states: dict[str, StateRelevance] = {}
+        else:
+            request = with_leaves(request)
+            rules, frozen = self._propagated(request, arguments, RelevanceStandIns)
+            score = frozen.require_score()
+            relevance = rules.relevance(score)
+            self._warn(frozen)
+            result, states = of_inputs(frozen, relevance), of_states(rules)
+        results = [result]
+        if arguments.return_convergence_delta:
+            left = delta(score, result)
+            results.append(left - sum(one.total.to(left) for one in states.values()))
+        results += [states] if return_states else []
+        return result if len(results) == 1 else tuple(results)
 
     def _in_segments(
         self, request: Request, arguments: Arguments, segment: int
@@ -186,6 +222,13 @@ class MambaLRP(TokenAttribution):
         frozen.warn_of_padding()
         unknown = frozen.wiring.refused or frozen.wiring.unknown or None
         warn_of_unknown(frozen.request.module, unknown)
+
+
+def of_states(rules: RelevanceStandIns) -> dict[str, StateRelevance]:
+    """Relevance of what mixers began with, by their names."""
+    return {
+        path: StateRelevance(past.state, tuple(past.tails)) for path, past in rules.of_pasts.items()
+    }
 
 
 def of_inputs(frozen: FrozenModel, relevance: Sequence[Tensor]) -> Any:

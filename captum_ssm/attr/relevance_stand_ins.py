@@ -22,6 +22,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.parts import activation_factor
+from captum_ssm.mixers.past import Past
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.nested import tensors_in
 
@@ -51,6 +52,16 @@ class RelevanceStandIns(FrozenStandIns):
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+        # What mixers began with, of those that did, and relevance of it.
+        self.pasts: list[tuple[str, Past]] = []
+        self.of_pasts: dict[str, Past] = {}
+
+    def __call__(self, call: MixerCall) -> Any:
+        if call.past is not None:
+            past = call.past.of([x.requires_grad_() for x in call.past.tensors])
+            self.pasts.append((call.path, past))
+            call = replace(call, past=past)
+        return super().__call__(call)
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         return scans_frozen(root)
@@ -58,6 +69,7 @@ class RelevanceStandIns(FrozenStandIns):
     def begin(self) -> None:
         super().begin()
         self.embedded.clear()
+        self.pasts.clear()
 
     def picks(self, module: nn.Module) -> bool:
         """Whether calls of a module outside of the mixers are looked at."""
@@ -99,7 +111,16 @@ class RelevanceStandIns(FrozenStandIns):
 
     def relevance(self, score: Tensor) -> list[Tensor]:
         """The relevance of each input's entries, in its shape: of an id that of its embedding."""
-        return self.of_inputs(lambda leaves: relevance_at(leaves, score))
+        begun = [x for _, past in self.pasts for x in past.tensors]
+
+        def relevance_of(leaves: list[Tensor]) -> list[Tensor]:
+            found = relevance_at([*leaves, *begun], score)
+            rest = iter(found[len(leaves) :])
+            for path, past in self.pasts:
+                self.of_pasts[path] = past.of([next(rest) for _ in past.tensors])
+            return found[: len(leaves)]
+
+        return self.of_inputs(relevance_of)
 
     def of_inputs(self, relevance_of: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Relevance of each input's entries, from a function that gives that of leaves."""

@@ -200,7 +200,8 @@ class FrozenStandIns:
         # Only the form of the result is asked for; its numbers would be held for nothing.
         result = map_tensors(lambda x: x.new_zeros(()).expand(x.shape), call.result)
         call = replace(call, result=result)
-        map_tensors(collect, (call.args, call.kwargs))
+        kept = [] if call.past is None else call.past.tensors
+        map_tensors(collect, (call.args, call.kwargs, kept))
         places = {id(x): k for k, x in enumerate(given)}
 
         def pull(gradient: Tensor) -> Sequence[Tensor | None]:
@@ -209,8 +210,10 @@ class FrozenStandIns:
             def one(x: Tensor) -> Tensor:
                 return leaves[places[id(x)]] if id(x) in places else x
 
-            args, kwargs = map_tensors(one, (call.args, call.kwargs))
+            args, kwargs, past = map_tensors(one, (call.args, call.kwargs, kept))
             again = replace(call, args=args, kwargs=kwargs)
+            if call.past is not None:
+                again = replace(again, past=call.past.of(past))
             with torch.enable_grad(), without_autocast(), weights_loaded(call.module):
                 output = self.rebuilt(adapter(again), again).output
             shaped = gradient.reshape(output.shape).to(output.dtype)

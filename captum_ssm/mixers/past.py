@@ -24,7 +24,7 @@ class Past:
     Args:
         tails (sequence of Tensor, optional): the last inputs of its convolutions and token shifts,
             ``(B, K - 1, D)`` or longer, in the order in which its adapter asks for them. Empty
-            where no token came before. Default: ()
+            where no token came before. Of attention, the keys of the tokens before. Default: ()
         state (Tensor, optional): of its recurrence, as values of N tokens, ``(B, N, D)``: each is
             the part of the state that the n-th unit vector reads. Of attention, the values of the
             tokens before. Default: None, which is zero
@@ -41,7 +41,7 @@ class Past:
     tails: Sequence[Tensor] = ()
     state: Tensor | None = None
     is_cached: bool = False
-    _kept: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _kept: list[Tensor] = field(default_factory=list, repr=False)
 
     def before(self, x: Tensor, count: int) -> Tensor:
         """The ``count`` inputs before those of ``x (B, L, D)``, whose last ones are kept."""
@@ -74,7 +74,10 @@ class Past:
         """It with other tensors in the places of :attr:`tensors`, and nothing kept yet."""
         n = len(self.tails)
         return replace(
-            self, tails=tuple(tensors[:n]), state=None if self.state is None else tensors[n]
+            self,
+            tails=tuple(tensors[:n]),
+            state=None if self.state is None else tensors[n],
+            _kept=[],
         )
 
     def anew(self) -> Past:
@@ -138,7 +141,8 @@ def _past_in(layer: Any, *, is_attention: bool) -> Past | None:
         values = getattr(layer, "values", None)
         if not torch.is_tensor(values) or not values.numel():
             return None
-        return Past((), values.detach().clone(), is_cached=True)
+        keys = layer.keys.detach().clone()
+        return Past((keys,), values.detach().clone(), is_cached=True)
     has = getattr(layer, "has_previous_state", None)
     if not isinstance(has, dict) or not any(has.values()):
         return None

@@ -15,6 +15,7 @@ from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.packed import PackedOperator
 from captum_ssm.operators.permuted import MovedOperator, PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.states import LatterOperator as LatterOperator
 from captum_ssm.operators.states import continued as continued
 from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator

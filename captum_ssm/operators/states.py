@@ -8,11 +8,14 @@ outputs and the last state, and its gradient that of the first state.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.operators.base import TokenOperator
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.operators.base import AroundOperator, TokenOperator
 
 
 def continued(
@@ -27,11 +30,11 @@ def continued(
             Default: None, which is zero
 
     Returns:
-        tuple of Tensor: ``(B, L, D)`` and ``(B, N, D)``.
+        tuple of Tensor: ``(B, L, D)`` and ``(B, N, D)``. That of attention stays what it was.
 
     Raises:
         UnsupportedModelError: for an operator whose state is not known.
-        ValueError: for a state of another shape.
+        InputError: for a state of another shape.
 
     Examples::
 
@@ -44,6 +47,8 @@ def continued(
         >>> y, _ = continued(part(4, 6), v[:, 4:], state)
         >>> torch.testing.assert_close(y, part(0, 6).matvec(v)[:, 4:])
     """
+    if isinstance(operator, LatterOperator) and state is not None:
+        return operator.after(v, state), state
     whole = operator.between_states()
     if whole is None:
         raise UnsupportedModelError(
@@ -55,13 +60,57 @@ def continued(
     if state is None:
         state = v.new_zeros(B, N, D)
     if state.shape != (B, N, D):
-        raise ValueError(
+        raise InputError(
             f"the state has shape {tuple(state.shape)}; expected {(B, N, D)}, (batch, states, "
             "channels)."
         )
     y = whole.matvec(torch.cat([state.to(v), v, v.new_zeros(B, N, D)], 1))
     # The state alone may be kept.
     return y[:, N : N + L], y[:, N + L :].clone()
+
+
+@dataclass(frozen=True)
+class LatterOperator(AroundOperator):
+    """The last tokens of an operator; what they read of the first ones is their state.
+
+    So attention goes on after cached keys: the state holds the values of the tokens before.
+
+    Args:
+        inner (TokenOperator): over all tokens.
+        first (int): how many tokens come before.
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 2, 5, 3)
+        >>> inner = SoftmaxOperator(query, key, scale=1.0, width=4)
+        >>> v = torch.randn(1, 5, 8)
+        >>> y, _ = continued(LatterOperator(inner, 2), v[:, 2:], v[:, :2])
+        >>> torch.testing.assert_close(y, inner.matvec(v)[:, 2:])
+    """
+
+    inner: TokenOperator
+    first: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, L, D, M = self.inner.sizes
+        return B, L - self.first, D, M
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.inner.matvec(self._whole(v))[:, self.first :]
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        return self.inner.rmatvec(self._whole(w), reduction)[:, self.first :]
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        return self.inner.map_rows(index + self.first, start, stop)[..., self.first :]
+
+    def after(self, v: Tensor, before: Tensor) -> Tensor:
+        """The outputs for ``v (B, L, D)`` after the values ``before (B, first, D)``."""
+        return self.inner.matvec(torch.cat([before.to(v), v], 1))[:, self.first :]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0,) * (2 * x.dim() - 4) + (self.first, 0))
 
 
 def around(x: Tensor, front: float, back: float, count: int) -> Tensor:

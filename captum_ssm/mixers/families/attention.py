@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm.mixers.call import MixerCall, without_caches
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import projection
+from captum_ssm.mixers.past import by_key, check_state
 from captum_ssm.mixers.registry import adapts
-from captum_ssm.operators import SoftmaxOperator
+from captum_ssm.operators import LatterOperator, SoftmaxOperator
 from captum_ssm.utils.blocks import bound
 
 _INTERFACE = "captum_ssm_record"
@@ -65,6 +66,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     seen = _record(call)
     query, key, value = (seen[n].to(call.dtype) for n in ("query", "key", "value"))
     groups = query.shape[1] // key.shape[1]
+    first, key, query = _after_cached(call, key, query)
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     H, P = value.shape[1], value.shape[-1]
     sinks = seen.get("s_aux") if seen.get("sinks") is None else seen["sinks"]
@@ -78,11 +80,23 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         sinks=None if sinks is None else sinks.to(call.dtype),
     )
     return FrozenMixer(
-        recurrence=operator,
+        recurrence=LatterOperator(operator, first) if first else operator,
+        state=call.state(lambda x: by_key(x.repeat_interleave(groups, 1))),
         inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
         **projection(call, call.module.get_submodule(_output_path(call.module))),
         gate=seen["gate"],
     )
+
+
+def _after_cached(call: MixerCall, key: Tensor, query: Tensor) -> tuple[int, Tensor, Tensor]:
+    # How many tokens are cached, all keys, and the queries after as many that read nothing.
+    if call.past is None:
+        return 0, key, query
+    (cached,) = call.past.tails
+    check_state("keys", cached, (*key.shape[:2], cached.shape[2], key.shape[3]))
+    first = cached.shape[2]
+    key = torch.cat([cached.detach().to(key), key], 2)
+    return first, key, F.pad(query, (0, 0, first, 0))
 
 
 class _Keep(nn.Module):
@@ -209,7 +223,7 @@ def _masked(seen: dict[str, Any], query: Tensor) -> Tensor | None:
     mask, L = seen["mask"], query.shape[2]
     window = seen.get("sliding_window")
     if torch.is_tensor(mask) and mask.dim() == 4:
-        mask = mask[..., :L]
+        mask = F.pad(mask[..., :L], (0, 0, L - mask.shape[-2], 0))
         if mask.dtype == torch.bool:
             return _added(mask, query)
         lowest = torch.finfo(mask.dtype).min
