@@ -11,7 +11,7 @@ from torch import Tensor
 
 from captum_ssm.attr.base import TokenAttribution, delta
 from captum_ssm.attr.options import Arguments
-from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, with_leaves
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, StateStandIns, with_leaves
 from captum_ssm.attr.segments import (
     COMPARED,
     FormStandIns,
@@ -136,7 +136,7 @@ class MambaLRP(TokenAttribution):
             states: dict[str, StateRelevance] = {}
         else:
             request = with_leaves(request)
-            rules, frozen = self._propagated(request, arguments, RelevanceStandIns)
+            rules, frozen = self._propagated(request, arguments, StateStandIns)
             score = frozen.require_score()
             relevance = rules.relevance(score)
             self._warn(frozen)
@@ -224,7 +224,7 @@ class MambaLRP(TokenAttribution):
         warn_of_unknown(frozen.request.module, unknown)
 
 
-def of_states(rules: RelevanceStandIns) -> dict[str, StateRelevance]:
+def of_states(rules: StateStandIns) -> dict[str, StateRelevance]:
     """Relevance of what mixers began with, by their names."""
     return {
         path: StateRelevance(past.state, tuple(past.tails)) for path, past in rules.of_pasts.items()

@@ -52,16 +52,6 @@ class RelevanceStandIns(FrozenStandIns):
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
-        # What mixers began with, of those that did, and relevance of it.
-        self.pasts: list[tuple[str, Past]] = []
-        self.of_pasts: dict[str, Past] = {}
-
-    def __call__(self, call: MixerCall) -> Any:
-        if call.past is not None:
-            past = call.past.of([x.requires_grad_() for x in call.past.tensors])
-            self.pasts.append((call.path, past))
-            call = replace(call, past=past)
-        return super().__call__(call)
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         return scans_frozen(root)
@@ -69,7 +59,6 @@ class RelevanceStandIns(FrozenStandIns):
     def begin(self) -> None:
         super().begin()
         self.embedded.clear()
-        self.pasts.clear()
 
     def picks(self, module: nn.Module) -> bool:
         """Whether calls of a module outside of the mixers are looked at."""
@@ -111,16 +100,7 @@ class RelevanceStandIns(FrozenStandIns):
 
     def relevance(self, score: Tensor) -> list[Tensor]:
         """The relevance of each input's entries, in its shape: of an id that of its embedding."""
-        begun = [x for _, past in self.pasts for x in past.tensors]
-
-        def relevance_of(leaves: list[Tensor]) -> list[Tensor]:
-            found = relevance_at([*leaves, *begun], score)
-            rest = iter(found[len(leaves) :])
-            for path, past in self.pasts:
-                self.of_pasts[path] = past.of([next(rest) for _ in past.tensors])
-            return found[: len(leaves)]
-
-        return self.of_inputs(relevance_of)
+        return self.of_inputs(lambda leaves: relevance_at(leaves, score))
 
     def of_inputs(self, relevance_of: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Relevance of each input's entries, from a function that gives that of leaves."""
@@ -172,6 +152,44 @@ class RelevanceStandIns(FrozenStandIns):
         leaf = call.output.detach().clone().requires_grad_(True)
         self.embedded.append((call.module, indices, leaf))
         return leaf
+
+
+class StateStandIns(RelevanceStandIns):
+    """Stand-ins at which relevance of what mixers began with is read too.
+
+    Attributes:
+        of_pasts (dict of str to Past): that relevance, by mixer.
+    """
+
+    takes_pasts = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.pasts: list[tuple[str, Past]] = []
+        self.of_pasts: dict[str, Past] = {}
+
+    def begin(self) -> None:
+        super().begin()
+        self.pasts.clear()
+
+    def __call__(self, call: MixerCall) -> Any:
+        if call.past is not None:
+            past = call.past.of([x.requires_grad_() for x in call.past.tensors])
+            self.pasts.append((call.path, past))
+            call = replace(call, past=past)
+        return super().__call__(call)
+
+    def relevance(self, score: Tensor) -> list[Tensor]:
+        begun = [x for _, past in self.pasts for x in past.tensors]
+
+        def relevance_of(leaves: list[Tensor]) -> list[Tensor]:
+            found = relevance_at([*leaves, *begun], score)
+            rest = iter(found[len(leaves) :])
+            for path, past in self.pasts:
+                self.of_pasts[path] = past.of([next(rest) for _ in past.tensors])
+            return found[: len(leaves)]
+
+        return self.of_inputs(relevance_of)
 
 
 def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from captum_ssm.capture.target import Against
 from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.past import Past
+from captum_ssm.mixers.registry import frozen_by
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.memory import limited_graph
@@ -111,7 +112,7 @@ class SegmentStandIns(RelevanceStandIns):
             return super().__call__(call)
         past = self.past[len(self.kept)].anew() if self.past else Past()
         with without_autocast(), weights_loaded(call.module):
-            mixer = adapter(replace(call, past=past)).detach_coefficients()
+            mixer = frozen_by(adapter, replace(call, past=past)).detach_coefficients()
             if mixer.recurrence.between_states() is None or mixer.state is not past.state:
                 raise UnsupportedModelError(
                     f"{call.path} ({type(call.module).__name__}) cannot go on from a state, so the "

@@ -85,6 +85,7 @@ def freeze(
     recording, found, made = plan.run()
     if not plan.own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
         recording, found, made = plan.run()  # with those that were found
+    _check_begun(recording, substitution)
     mask = recording.mask
     if found.rows is not None:
         check_rows(recording, found.rows)
@@ -192,6 +193,17 @@ class _Plan:
         if wiring is None or not wiring.is_simple or len(wiring.orders) != len(recording.calls):
             return run(wiring=True)
         return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
+
+
+def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> None:
+    # Maps of the new tokens alone would leave out what these read of earlier ones.
+    begun = next((call for call in recording.calls if call.past is not None), None)
+    if begun is not None and not (substitution is not None and substitution.takes_pasts):
+        raise UnsupportedModelError(
+            f"{begun.path} is called with a cache that is not empty, so its tokens read a state "
+            "that no map of them shows; expected the whole text, without a cache. MambaLRP alone "
+            "explains from a cache: its states get relevance of their own."
+        )
 
 
 def _check_tokens(inputs: Tensor, tokens: int) -> None:

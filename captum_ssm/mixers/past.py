@@ -114,11 +114,15 @@ def past_of(module: Any, arguments: dict[str, Any], tokens: Tensor) -> Past | No
     Raises:
         InputError: for a cache of another model, or of another number of examples.
     """
-    index = getattr(module, "layer_idx", None)
+    # A module that several layers share is told which one it is.
+    index = arguments.get("layer_idx", getattr(module, "layer_idx", None))
     caches = (x for x in arguments.values() if isinstance(getattr(x, "layers", None), list))
     cache = next(caches, None)
     if cache is None or not isinstance(index, int):
         return None
+    linear = getattr(cache, "linear_cache", [])  # MiniMax's
+    if index < len(linear) and torch.is_tensor(linear[index]):
+        return Past((), linear[index].detach().clone(), is_cached=True)
     if index >= len(cache.layers):
         if cache.layers and _is_filled(cache.layers[0]):
             raise InputError(

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm.mixers.call import MixerCall, without_caches
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import projection
-from captum_ssm.mixers.past import by_key, check_state
+from captum_ssm.mixers.past import Past, by_key
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LatterOperator, SoftmaxOperator
 from captum_ssm.utils.blocks import bound
@@ -66,7 +66,8 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     seen = _record(call)
     query, key, value = (seen[n].to(call.dtype) for n in ("query", "key", "value"))
     groups = query.shape[1] // key.shape[1]
-    first, key, query = _after_cached(call, key, query)
+    first = key.shape[2] - query.shape[2]
+    query = F.pad(query, (0, 0, first, 0))  # the tokens before ask for nothing here
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     H, P = value.shape[1], value.shape[-1]
     sinks = seen.get("s_aux") if seen.get("sinks") is None else seen["sinks"]
@@ -81,22 +82,22 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     )
     return FrozenMixer(
         recurrence=LatterOperator(operator, first) if first else operator,
-        state=call.state(lambda x: by_key(x.repeat_interleave(groups, 1))),
-        inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
+        state=by_key(value[:, :, :first]) if first else None,
+        inputs=value[:, :, first:].transpose(1, 2).reshape(*call.output.shape[:2], H * P),
         **projection(call, call.module.get_submodule(_output_path(call.module))),
         gate=seen["gate"],
     )
 
 
-def _after_cached(call: MixerCall, key: Tensor, query: Tensor) -> tuple[int, Tensor, Tensor]:
-    # How many tokens are cached, all keys, and the queries after as many that read nothing.
-    if call.past is None:
-        return 0, key, query
-    (cached,) = call.past.tails
-    check_state("keys", cached, (*key.shape[:2], cached.shape[2], key.shape[3]))
-    first = cached.shape[2]
-    key = torch.cat([cached.detach().to(key), key], 2)
-    return first, key, F.pad(query, (0, 0, first, 0))
+class _Cached:
+    # Stands for a cache: what a module adds comes after what was there when it was called.
+    def __init__(self, past: Past) -> None:
+        assert past.state is not None
+        self.before = past.tails[0], past.state
+
+    def update(self, *new: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        pairs = zip(self.before, new, strict=False)
+        return tuple(torch.cat([old.to(x), x], -2) for old, x in pairs)
 
 
 class _Keep(nn.Module):
@@ -123,6 +124,9 @@ def _record(call: MixerCall) -> dict[str, Any]:
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
+    if call.past is not None:
+        given = (name for name, x in call.kwargs.items() if hasattr(x, "update"))
+        kwargs |= dict.fromkeys(given, _Cached(call.past))
     # The class's forward: the instance's own may be wrapped, to record the module.
     with bound(_RECORDING, seen), _KeepDirect():
         type(module).forward(module, *call.args, **kwargs)
