@@ -57,9 +57,14 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def previous(x: Tensor) -> Tensor:
-    """The previous token at each position of ``x (B, L, E)``, zeros for the first."""
-    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+def previous(x: Tensor, before: Tensor | None = None) -> Tensor:
+    """The previous token at each position of ``x (B, L, E)``.
+
+    That of the first is ``before (B, 1, E)``, or zeros.
+    """
+    if before is None:
+        return F.pad(x, (0, 0, 1, 0))[:, :-1]
+    return torch.cat([before, x[:, :-1]], 1)
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,26 @@ class Past:
 
     def before(self, x: Tensor, count: int) -> Tensor:
         """The ``count`` inputs before those of ``x (B, L, D)``, whose last ones are kept."""
+        tail = self.recall(x, count)
+        self.keep(torch.cat([tail, x[:, -count:]], 1)[:, -count:])
+        return tail
+
+    def keep(self, x: Tensor) -> None:
+        """Keep what :meth:`recall` returns of it for later tokens."""
+        self._kept.append(x)
+
+    def recall(self, x: Tensor, count: int, ahead: int = 0) -> Tensor:
+        """What was kept in the place of the next, ``(B, count, D)`` for ``x (B, L, D)``.
+
+        Zeros at first; that of so many places further with ``ahead``.
+        """
         B, _, D = x.shape
-        k = len(self._kept)
+        k = len(self._kept) + ahead
         if not self.tails and self.state is None:
             tail = x.new_zeros(B, count, D)
         else:
             tail = self.tails[k].to(x)[:, -count:] if k < len(self.tails) else x.new_zeros(0)
             check_state("inputs of a convolution", tail, (B, count, D))
-        self._kept.append(torch.cat([tail, x[:, -count:]], 1)[:, -count:])
         return tail
 
     def tokens_of(self, convert: Callable[[Tensor], Tensor]) -> Tensor | None:
