@@ -44,7 +44,7 @@ def text_of(tokens: int) -> torch.Tensor:
 def measured(layers: int, tokens: int, segment: int) -> dict[str, Any]:
     """Time and peak of one explanation, in this process."""
     model, ids = model_of(layers), text_of(tokens)
-    before, start = status_mib("VmRSS"), time.perf_counter()
+    before, start, used = status_mib("VmRSS"), time.perf_counter(), time.process_time()
     relevance, delta = MambaLRP(model).attribute(
         ids, target=7, segment=segment or None, return_convergence_delta=True, show_progress=False
     )
@@ -53,6 +53,7 @@ def measured(layers: int, tokens: int, segment: int) -> dict[str, Any]:
         "tokens": tokens,
         "segment": segment or None,
         "seconds": round(seconds, 1),
+        "processor_seconds": round(time.process_time() - used, 1),
         "extra_peak_mib": round(status_mib("VmHWM") - before),
         "sum": float(relevance.double().sum()),
         "delta": float(delta),

@@ -26,6 +26,7 @@ from captum_ssm.capture.unknown_mixers import find_unknown_mixers
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.past import STALE
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.nested import detached
@@ -203,6 +204,17 @@ def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> N
             f"{begun.path} is called with a cache that is not empty, so its tokens read a state "
             "that no map of them shows; expected the whole text, without a cache. MambaLRP alone "
             "explains from a cache: its states get relevance of their own."
+        )
+    # A window drops tokens.
+    kept = [c for c in recording.calls if getattr(c.module, "sliding_window", None) is None]
+    before = {c.past.tokens for c in kept if c.past is not None} - {None}
+    mask = recording.arguments.get("attention_mask")
+    if len(before) > 1 or (before and torch.is_tensor(mask)):
+        told = "no attention_mask" if mask is None else f"attention_mask {tuple(mask.shape)}"
+        raise InputError(
+            f"layers of attention hold {sorted(before)} tokens in the cache, and there is {told}; "
+            "expected as many tokens in each, and no mask, as it is of the inputs alone and the "
+            f"model would hide tokens by it. {STALE}"
         )
 
 

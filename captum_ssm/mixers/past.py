@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.errors import InputError
 
@@ -82,6 +82,12 @@ class Past:
         """The tails, and the state if there is one."""
         return [*self.tails, *([] if self.state is None else [self.state])]
 
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens came before, of attention, which keeps each; None of other mixers."""
+        is_attention = len(self.tails) == 1 and self.tails[0].dim() == 4
+        return self.tails[0].shape[2] if is_attention else None
+
     def of(self, tensors: Sequence[Tensor]) -> Past:
         """It with other tensors in the places of :attr:`tensors`, and nothing kept yet."""
         n = len(self.tails)
@@ -143,8 +149,12 @@ def past_of(module: Any, arguments: dict[str, Any], tokens: Tensor) -> Past | No
             )
         return None
     past = _past_in(cache.layers[index], is_attention=_is_attention(module))
+    conv = getattr(module, "conv1d", getattr(module, "conv", None))
     for x in () if past is None else past.tensors:
         check_state("states of examples", x, (tokens.shape[0], *x.shape[1:]))
+    if past is not None and isinstance(conv, nn.Conv1d):
+        for x in past.tails:
+            check_state("inputs of a convolution", x, (*x.shape[:2], conv.in_channels))
     return past
 
 

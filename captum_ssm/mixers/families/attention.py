@@ -124,7 +124,7 @@ def _record(call: MixerCall) -> dict[str, Any]:
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
-    if call.past is not None:
+    if call.past is not None and call.past.state is not None:
         given = (name for name, x in call.kwargs.items() if hasattr(x, "update"))
         kwargs |= dict.fromkeys(given, _Cached(call.past))
     # The class's forward: the instance's own may be wrapped, to record the module.
