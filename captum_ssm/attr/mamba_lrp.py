@@ -111,6 +111,11 @@ class MambaLRP(TokenAttribution):
         """True: relevance claims to add up to the score."""
         return True
 
+    @classmethod
+    def is_additive(cls, **options: Any) -> bool:
+        """True: the frozen network is linear."""
+        return True
+
     def _attribute(
         self, arguments: Arguments, *, segment: int | None = None, return_states: bool = False
     ) -> Any:

@@ -27,6 +27,7 @@ from captum_ssm.capture.check import SLACK, TOLERANCE, Deviation
 from captum_ssm.capture.model import extract_logits, is_model, parameter_names, unwrap
 from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
+from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
 from captum_ssm.capture.target import Against
 from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError
@@ -284,6 +285,8 @@ def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple
     if isinstance(target, Against):
         sides = (with_places(one, None, move)[0] for one in (target.target, target.foil))
         target = Against(*sides)
+    elif isinstance(target, SpanTarget):
+        target = replace(target, positions=moved(target.positions))
     elif isinstance(target, list):
         target = list(map(pair, target))
     else:

@@ -9,8 +9,9 @@ from models import ids, tiny
 from torch import Tensor
 
 from captum_ssm import MemoryLimitError, ReconstructionError, UnsupportedModelError
-from captum_ssm.attr import MambaLRP
+from captum_ssm.attr import MambaLRP, SpanTarget
 from captum_ssm.attr.segments import SegmentedRun
+from captum_ssm.capture.target import Against
 from captum_ssm.errors import InputError
 
 RECURRENT = ["mamba", "falcon_mamba", "mamba2"]
@@ -54,7 +55,15 @@ def test_embeddings_and_a_tuple():
 
 
 @pytest.mark.parametrize(
-    ("target", "position"), [((9, 4), None), (4, 9), (4, -2), ([(9, 4), (10, 2)], None)]
+    ("target", "position"),
+    [
+        ((9, 4), None),
+        (4, 9),
+        (4, -2),
+        ([(9, 4), (10, 2)], None),
+        (SpanTarget([8, -1], [4, 2], [0.5, 2.0], "log_prob"), None),
+        (Against((9, 4), (10, 2)), None),
+    ],
 )
 def test_positions_count_from_the_beginning(target, position):
     method, text = MambaLRP(build("mamba")), ids(2, 11)
