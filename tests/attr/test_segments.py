@@ -61,7 +61,7 @@ def test_embeddings_and_a_tuple():
         (4, 9),
         (4, -2),
         ([(9, 4), (10, 2)], None),
-        (SpanTarget([8, -1], [4, 2], [0.5, 2.0], "log_prob"), None),
+        (SpanTarget([8, -1], [4, 2], [0.5, 2.0], "contrast"), None),
         (Against((9, 4), (10, 2)), None),
     ],
 )
