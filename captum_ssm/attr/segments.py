@@ -45,7 +45,8 @@ from captum_ssm.utils.progress import Bar
 COMPARED = 128
 
 # A mixer of a segment: what segments return is compared as a whole.
-UNCHECKED = FrozenDuringRun(None, Deviation(*torch.zeros(3, 1, 1, 1), 1.0))
+_ZERO = torch.zeros(1, 1, 1)
+UNCHECKED = FrozenDuringRun(None, Deviation(_ZERO, _ZERO, _ZERO[0, 0], 1.0))
 
 Score = Callable[[Recording], Tensor]
 Forms = dict[nn.Module, Any]
@@ -199,17 +200,18 @@ class SegmentedRun:
                 also=stand_ins.picks,
                 substitute=stand_ins,
             )
-        assert found.score is not None
+        reached = found.score
+        assert reached is not None
         coefficients: list[Tensor | None] = []
 
         def relevance_of(starts: list[Tensor]) -> list[Tensor]:
             both = [*starts, *begun]
-            gradients = coefficients_at(both, found.score)
+            gradients = coefficients_at(both, reached)
             coefficients.extend(gradients[len(starts) :])
             return times(starts, gradients[: len(starts)])
 
         (relevance,) = stand_ins.of_inputs(relevance_of)
-        return relevance.detach(), found.score.detach(), coefficients
+        return relevance.detach(), reached.detach(), coefficients
 
     def _of(self, k: int) -> Request:
         stop = self.starts[k + 1] if k + 1 < len(self.starts) else self.tokens

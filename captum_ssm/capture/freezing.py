@@ -207,7 +207,8 @@ def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> N
         )
     # A window drops tokens.
     kept = [c for c in recording.calls if getattr(c.module, "sliding_window", None) is None]
-    before = {c.past.tokens for c in kept if c.past is not None} - {None}
+    counts = (c.past.tokens for c in kept if c.past is not None)
+    before = {n for n in counts if n is not None}
     mask = recording.arguments.get("attention_mask")
     if len(before) > 1 or (before and torch.is_tensor(mask)):
         told = "no attention_mask" if mask is None else f"attention_mask {tuple(mask.shape)}"
