@@ -86,7 +86,6 @@ def freeze(
     recording, found, made = plan.run()
     if not plan.own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
         recording, found, made = plan.run()  # with those that were found
-    _check_begun(recording, substitution)
     mask = recording.mask
     if found.rows is not None:
         check_rows(recording, found.rows)
@@ -104,6 +103,7 @@ def freeze(
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
         weights = query_weights(recording, found, position, target)
+    _check_begun(recording, substitution)
     device, dtype = recording.device, recording.calls[0].dtype
     return FrozenModel(
         request,
