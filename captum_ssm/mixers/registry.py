@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from captum_ssm.mixers.call import MixerCall
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.mixers.call import MISFITS, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.utils.copies import original
 
@@ -253,3 +254,31 @@ def outermost(
     if find_adapter(module) is None:
         for name, child in module.named_children():
             yield from outermost(child, f"{path}.{name}" if path else name, seen)
+
+
+def frozen_by(adapter: Freeze, call: MixerCall) -> FrozenMixer:
+    """A call's mixer, frozen by an adapter.
+
+    Raises:
+        UnsupportedModelError: the mixer begins with what a cache holds, which the adapter cannot
+            read.
+    """
+    if call.past is None:
+        return adapter(call)
+    try:
+        mixer = adapter(call)
+    except InputError:
+        raise
+    except MISFITS as error:
+        raise _of_cache(call) from error
+    if call.past.state is not None and mixer.state is None:
+        raise _of_cache(call)
+    return mixer
+
+
+def _of_cache(call: MixerCall) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{call.path} ({type(call.module).__name__}) is called with a cache that is not empty, and "
+        "what it keeps there is not known to this library; expected a recurrent mixer's state, or "
+        "the keys and values of attention. Explain the whole text, without a cache."
+    )

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep
 from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
-from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule
 from captum_ssm.attr.norms import first_input
 from captum_ssm.attr.relevance import of_constants, times, warn_of_unruled
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, has_a_rule
 from captum_ssm.capture import FrozenCall, FrozenModel, Request
 from captum_ssm.capture.finite import check_finite
 from captum_ssm.capture.recording import require_graph
