@@ -30,6 +30,8 @@ export class State {
       q: 99.5, // the quantile with the strongest color
       min: 0, // the least share that is shown, in percent
       k: 10, // how many sources are listed
+      span: this.example.whole?.opening ?? "", // of a whole answer: the tokens that are explained together
+      hop: "0", // how often what lies on the answer's own words is handed on, or "all"
       own: "", // whether the reading token is shown; as it fits the example, until it is chosen
       last: 1, // whether the prompt's last token is shown
       template: 1, // whether the chat template's own tokens are shown
@@ -73,6 +75,7 @@ export class State {
       if (!(key in this.values) || key === "e") continue;
       this.values[key] = typeof this.values[key] === "number" ? Number(text) : text;
     }
+    if (given.has("t") && !given.has("span")) this.values.span = "";
     this.correct();
   }
 
@@ -80,8 +83,11 @@ export class State {
   change(change) {
     const { example } = this;
     Object.assign(this.values, change);
-    if (this.example !== example) Object.assign(this.values, this.#first(), { b: "", map: "" });
-    else if ("t" in change) this.values.n = -1;
+    if (this.example !== example) {
+      const { span, hop } = this.defaults;
+      Object.assign(this.values, this.#first(), { b: "", map: "", span, hop });
+    } else if ("t" in change) Object.assign(this.values, { n: -1, span: "" });
+    if ("span" in change) this.values.hop = "0";
     if (this.example !== example || "t" in change) Object.assign(this.values, FLOW_START);
     this.correct();
     this.write();
@@ -117,6 +123,11 @@ export class State {
     values.t = example.written(this.pick);
     Object.assign(values, example.circuit(this.pick)?.corrected(values) ?? FLOW_START);
     if (this.picks.length < 2 && values.view === "pair") values.view = "one";
+    if (values.view === "pair") values.span = ""; // outputs are compared one by one
+    const { whole } = example;
+    this.span = whole?.span(values.span) ?? example.outputs[this.pick.output].part ?? null;
+    values.span = this.span ? this.span.join("-") : "";
+    if (!this.#hops.includes(values.hop)) values.hop = "0";
     if (values.view === "pair") {
       values.n = -1;
       const others = this.picks.map((pick) => example.written(pick));
@@ -141,6 +152,10 @@ export class State {
     } catch {
       // A frame without an address of its own: the state is kept in memory.
     }
+  }
+
+  get #hops() {
+    return this.span ? this.example.whole.trace(this.method.name, this.span, this.values.u).names : ["0"];
   }
 
   // Whether the token that the answer is read from is shown like the others.
@@ -187,7 +202,7 @@ export class State {
   get picks() {
     const { example } = this;
     if (example.outputs.length === 1) return example.picks(0);
-    return example.outputs.map((_, k) => example.pick(String(k))).filter(Boolean);
+    return example.outputs.map(({ part }, k) => !part && example.pick(String(k))).filter(Boolean);
   }
 
   get mapIds() {

@@ -35,13 +35,14 @@ function hiddenOf({ example, unit }, relevance) {
 }
 
 // Whether relevance adds up to the score, by how much it does not, and why.
-function balance({ example, unit }, method, relevance, pick, against) {
+function balance({ example, unit, state }, method, relevance, pick, against) {
   if (!method.adds_up && relevance.score !== null) return ofBaseline(relevance);
   if (!method.adds_up) {
     const isDifference = against >= 0 && !relevance.isDirect;
     return `${visible(method.title)} does not add up to the ${isDifference
       ? "logits, and its difference explains no difference of logits." : "logit: only its shares have a meaning."}`;
   }
+  if (state.span && relevance.score === null) return "";
   const { answers } = example.outputs[pick.output];
   const logit = answers[pick.answer].logit - (against < 0 ? 0 : answers[against].logit);
   const all = `All relevance adds up to ${signed(relevance.sum)}; `;

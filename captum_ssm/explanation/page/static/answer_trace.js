@@ -1,0 +1,251 @@
+// A whole answer: its parts, the spans of it that can be explained, and what a span rests on, hop by
+// hop. A hop hands relevance on generated tokens on to what made the model write them.
+import { clamp, range } from "./dom.js";
+
+const LEAST = 0.02; // of the explained relevance: less of it is not followed
+const MOST_HOPS = 8;
+const LARGEST_FIRST = ["sentence", "line", "word"];
+
+export const TOGETHER = -1; // what one row explains, whichever parts of the text that is
+
+export const writtenSpan = ([first, end]) => `${first}-${end}`;
+
+export class WholeAnswer {
+  constructor(example, { regions, opening }) {
+    this.example = example;
+    this.regions = regions.map(([name, first, end]) => ({ name, first, end }));
+    this.opening = opening ? writtenSpan(opening) : "";
+    this.rowOf = new Map(); // the row that explains a generated token
+    this.given = []; // spans that one row explains, with rows of their hops
+    for (const { position, role, part, hops = [], answers, chosen } of example.outputs) {
+      const { row } = answers[chosen];
+      if (row === null) continue;
+      if (role === "next" && position + 1 >= example.prompt) this.rowOf.set(position + 1, row);
+      if (part || hops.length) this.given.push({ span: part ?? [position + 1, position + 2], rows: [row, ...hops] });
+    }
+    this.kept = new Map();
+  }
+
+  // The prompt, the reasoning or the answer that a token lies in.
+  regionOf(token) {
+    return this.regions.find(({ first, end }) => first <= token && token < end);
+  }
+
+  // A span as it is written, where there is relevance for it.
+  span(written) {
+    const match = /^(\d+)-(\d+)$/.exec(written);
+    const span = match && [Number(match[1]), Number(match[2])];
+    return span && this.#isExplained(span) ? span : null;
+  }
+
+  #isExplained([first, end]) {
+    if (first < this.example.prompt || end > this.example.tokens.length || first >= end) return false;
+    return Boolean(this.#given([first, end])) || range(end - first).some((k) => this.rowOf.has(first + k));
+  }
+
+  #given([first, end]) {
+    return this.given.find(({ span }) => span[0] === first && span[1] === end);
+  }
+
+  // The span nearest to what was asked for: itself, or the smallest one with a row that holds it.
+  nearest(span) {
+    if (this.#isExplained(span)) return span;
+    const holds = this.given.filter(({ span: [a, b] }) => a < span[1] && span[0] < b);
+    return holds.map((one) => one.span).sort((a, b) => a[1] - a[0] - b[1] + b[0])[0] ?? null;
+  }
+
+  // The spans that have a name, and those that were explained as such.
+  get offered() {
+    const named = this.regions.slice(1).map(({ name, first, end }) => ({ name, span: [first, end] }));
+    const given = this.given.map(({ span }) => ({ name: "", span }));
+    const seen = new Set();
+    return [...named, ...given].filter(({ span }) => {
+      const isNew = !seen.has(writtenSpan(span));
+      seen.add(writtenSpan(span));
+      return isNew && this.#isExplained(span);
+    });
+  }
+
+  get canPick() {
+    return this.rowOf.size > 1 || this.offered.length > 1;
+  }
+
+  // Hops of a span by a method, with ways between the chosen units.
+  trace(method, span, chosen) {
+    const unit = this.#unit(chosen);
+    const key = [method, ...span, unit.name].join();
+    if (!this.kept.has(key)) {
+      if (this.kept.size > 24) this.kept.clear();
+      this.kept.set(key, new Trace(this, method, span, unit, this.#given(span)));
+    }
+    return this.kept.get(key);
+  }
+
+  // Tokens are too many to draw ways between: sentences are taken for them, or what divides the prompt.
+  #unit(chosen) {
+    const { units } = this.example;
+    if (chosen !== "token") return units[chosen];
+    const { first, end } = this.regions[0];
+    const divides = ({ of }) => of[first] !== of[end - 1];
+    return LARGEST_FIRST.map((name) => units[name]).find((unit) => unit && divides(unit)) ?? units.token;
+  }
+
+  // What the explained relevance adds up to minus what the method claims, of a span.
+  score(method, span, sum) {
+    const delta = this.example.deltas[method];
+    if (!delta) return null;
+    const given = this.#given(span);
+    const rows = given ? [given.rows[0]] : range(span[1] - span[0]).map((k) => this.rowOf.get(span[0] + k));
+    return rows.reduce((total, row) => total + (row === undefined ? 0 : delta[row]), sum);
+  }
+}
+
+// One hop: `row` is what each token gives, `ways` what goes from part to part: by the part that was
+// written, from each other part.
+class Hop {
+  constructor(row, ways) {
+    Object.assign(this, { row, ways });
+  }
+}
+
+class Trace {
+  constructor(whole, method, [first, end], unit, given) {
+    const { example } = whole;
+    Object.assign(this, { example, whole, unit, rows: example.rows[method], prompt: example.prompt });
+    this.isMissing = !this.rows;
+    if (this.isMissing) return;
+    this.L = example.tokens.length;
+    const start = this.#tokens(first, end);
+    this.hops = [given && !(given.rows.length < 2 && start.size === end - first)
+      ? this.#read(given.rows[0]) : this.#step(start, false)];
+    if (given?.rows.length > 1) {
+      for (const row of given.rows.slice(1)) this.hops.push(this.#read(row));
+    } else this.#follow();
+    this.totals = this.hops.map(({ row }) => sizeOf(row, 0, this.L));
+    this.own = this.hops.map(({ row }) => sizeOf(row, this.prompt, this.L));
+    // How much of what is explained reaches a hop, and how much of a hop lies on own words.
+    this.reached = this.totals.map((total) => total / (this.totals[0] || 1));
+    this.handedOn = this.own.map((own, k) => own / (this.totals[k] || 1));
+    this.all = this.#sumOf();
+  }
+
+  #tokens(first, end) {
+    const tokens = range(end - first).map((k) => first + k).filter((token) => this.whole.rowOf.has(token));
+    return new Map(tokens.map((token) => [token, 1]));
+  }
+
+  // A row that was computed for all of what is explained.
+  #read(index) {
+    const row = this.rows.row(index);
+    return new Hop(row, new Map([[TOGETHER, this.#byUnit(row)]]));
+  }
+
+  // What tokens were written from, each by its weight: their rows, of which a hop takes the
+  // positive part, divided by its sum.
+  #step(weights, isHop) {
+    const row = new Float32Array(this.L);
+    const ways = new Map();
+    for (const [token, weight] of weights) {
+      const part = this.unit.of[token];
+      if (!ways.has(part)) ways.set(part, new Float32Array(this.unit.count));
+      this.#add(this.whole.rowOf.get(token), weight, isHop, row, ways.get(part));
+    }
+    return new Hop(row, ways);
+  }
+
+  // Rows are read as they are packed: there may be thousands.
+  #add(index, weight, isHop, row, parts) {
+    const { rows, L, unit: { of } } = this;
+    const start = index * L;
+    const scale = weight * (isHop ? 1 / this.#positive(index) : rows.scale[index]);
+    for (let k = 0; k < L; k++) {
+      const step = rows.steps[start + k];
+      if (step === 0 || (isHop && step < 0)) continue;
+      const value = step * Math.abs(step) * scale;
+      row[k] += value;
+      parts[of[k]] += value;
+    }
+  }
+
+  #positive(index) {
+    this.rows.positive ??= new Float64Array(this.rows.count);
+    if (!this.rows.positive[index]) {
+      let sum = 0;
+      for (const step of this.rows.steps.subarray(index * this.L, (index + 1) * this.L)) {
+        if (step > 0) sum += step * step;
+      }
+      this.rows.positive[index] = sum || 1;
+    }
+    return this.rows.positive[index];
+  }
+
+  #follow() {
+    const all = sizeOf(this.hops[0].row, 0, this.L);
+    while (this.hops.length <= MOST_HOPS) {
+      const weights = this.#followed(this.hops.at(-1).row);
+      const sum = [...weights.values()].reduce((a, b) => a + b, 0);
+      if (sum < LEAST * all) return;
+      this.hops.push(this.#step(weights, true));
+    }
+  }
+
+  // The generated tokens that support what is explained, and have rows to follow.
+  #followed(row) {
+    const weights = new Map();
+    for (let token = this.prompt; token < this.L; token++) {
+      if (row[token] > 0 && this.whole.rowOf.has(token)) weights.set(token, row[token]);
+    }
+    return weights;
+  }
+
+  // What every hop leaves where it is: its sum is that of the first row.
+  #sumOf() {
+    const sum = new Float32Array(this.L);
+    this.hops.forEach(({ row }, k) => {
+      const isLast = k === this.hops.length - 1;
+      const isTogether = !isLast && this.hops[k + 1].ways.has(TOGETHER);
+      const followed = isLast || isTogether ? new Map() : this.#followed(row);
+      row.forEach((value, token) => {
+        const isGone = token >= this.prompt && (isTogether || followed.has(token));
+        if (!isGone) sum[token] += value;
+      });
+    });
+    return sum;
+  }
+
+  #byUnit(row) {
+    const parts = new Float32Array(this.unit.count);
+    row.forEach((value, token) => { parts[this.unit.of[token]] += value; });
+    return parts;
+  }
+
+  // The names of the hops: "0", "1", ..., and "all" where there are several.
+  get names() {
+    if (this.isMissing) return ["0"];
+    const names = this.hops.map((_, k) => String(k));
+    return names.length > 1 ? [...names, "all"] : names;
+  }
+
+  row(hop) {
+    return hop === "all" ? this.all : this.hops[Math.min(Number(hop), this.hops.length - 1)].row;
+  }
+
+  // Which share of a hop each part of the answer's text has: the prompt, the reasoning, the answer.
+  shares(hop) {
+    const row = this.row(hop);
+    const total = sizeOf(row, 0, this.L) || 1;
+    return this.whole.regions.map((region) => ({ ...region, share: sizeOf(row, region.first, region.end) / total }));
+  }
+
+  // The shares of the parts of the text of a unit.
+  partsOf(hop) {
+    const total = sizeOf(this.row(hop), 0, this.L) || 1;
+    return this.#byUnit(this.row(hop)).map((value) => clamp(value / total, -1, 1));
+  }
+}
+
+function sizeOf(row, first, end) {
+  let sum = 0;
+  for (let k = first; k < end; k++) sum += Math.abs(row[k]);
+  return sum;
+}

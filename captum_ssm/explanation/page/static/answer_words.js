@@ -1,0 +1,73 @@
+// What a span of the answer rests on, as a sentence.
+import { element } from "./dom.js";
+import { percent, quoted, abridged } from "./format.js";
+
+const QUOTED_LETTERS = 64; // letters of a quoted sentence
+const HARDLY = 0.005;
+
+const strong = (share) => element("b", {}, percent(share));
+
+// What is explained, as one names it.
+export function spanName(whole, [first, end]) {
+  const region = whole.regions.find((one) => one.first === first && one.end === end);
+  return region ? region.name : "part";
+}
+
+// The sentence, of a hop: contents for an element.
+export function restsOn(trace, hop, what) {
+  const [prompt, ...others] = trace.shares(hop);
+  const own = others.reduce((sum, { share }) => sum + share, 0);
+  const parts = new Parts(trace, hop);
+  if (hop === "all") return followed(prompt, own, parts, what);
+  const start = hop === "0" ? null
+    : [strong(trace.reached[hop]), ` of this ${what} came through the model’s own words. `];
+  const subject = hop === "0" ? [" of this ", what, " rests"] : [" of them rest"];
+  if (own < HARDLY) {
+    return [start, hop === "0" ? `All of this ${what} rests` : "They rest", " on the prompt",
+      parts.most(prompt), "."];
+  }
+  if (prompt.share < HARDLY) {
+    return [start, hop === "0" ? `All of this ${what} rests` : "They rest",
+      " on the model’s own words", parts.mostOf(others), ".", further(trace, hop)];
+  }
+  return [start, strong(prompt.share), subject, " on the prompt", parts.most(prompt), "; ", strong(own),
+    hop === "0" ? " on the model’s own words" : " on earlier words of its own", parts.mostOf(others), ".",
+    further(trace, hop)];
+}
+
+function followed(prompt, own, parts, what) {
+  return ["Followed back through its own words, ", strong(prompt.share), ` of this ${what} rests on the prompt`,
+    parts.most(prompt, 2), own < HARDLY ? "." : ["; ", strong(own), " stays on own words, not followed further."]];
+}
+
+function further(trace, hop) {
+  if (Number(hop) + 1 < trace.hops.length) return " The next step follows these back.";
+  return hop === "0" ? " These were not explained themselves: explain(…, hops=3) follows them back." : "";
+}
+
+// The parts of the text with the largest shares of a hop, in words.
+class Parts {
+  constructor(trace, hop) {
+    Object.assign(this, { trace, unit: trace.unit, shares: trace.partsOf(hop) });
+  }
+
+  most(region, count = 1) {
+    return this.mostOf([region], count);
+  }
+
+  mostOf(regions, count = 1) {
+    const { bounds } = this.unit;
+    const isIn = (part) => regions.some(({ first, end }) => first <= bounds[part][0] && bounds[part][0] < end);
+    const parts = [...this.shares.keys()].filter((part) => isIn(part) && this.shares[part]);
+    if (parts.length < 2) return null;
+    parts.sort((a, b) => Math.abs(this.shares[b]) - Math.abs(this.shares[a]));
+    const told = parts.slice(0, count).map((part, k) => [k > 0 && " and ", this.#told(part)]);
+    return [", most on ", told];
+  }
+
+  #told(part) {
+    const share = this.shares[part];
+    const text = abridged(this.trace.example.partText(this.unit, part), QUOTED_LETTERS);
+    return [quoted(text), ` (${percent(Math.abs(share))}${share < 0 ? ", against it" : ""})`];
+  }
+}
