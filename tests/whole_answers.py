@@ -14,8 +14,8 @@ PROMPT = (
 )
 REASONING = " Anna starts with 3 apples. Then Lena adds 2 of them. So 3 + 2 = 5."
 ANSWER = " Anna has 5 apples now. Tom still has his dog."
-CODE = "def double(x):\n    return 2 * x\n\nprint(double(4))\n"
-WRITTEN = "# prints\n8\n# and ends\n"
+CODE = "def double(x):\n    return 2 * x\n\nprint(double(4))"
+WRITTEN = "\n# prints\n8\n# and ends\n"
 OWN = 0.3  # of the token that is read
 
 
@@ -138,7 +138,11 @@ def long(prompt: int = 4000, answer: int = 1000) -> Example:
     sentence = "Anna has 3 apples and the garden of Tom is wet."
     text = " ".join([sentence] * (-(-(prompt + answer) // len(pages.tokens(sentence)))))
     pieces = pages.tokens(text)[: prompt + answer]
-    hops = rng.normal(0, 1, (4, len(pieces))) ** 3
+    hops = rng.normal(0, 0.1, (4, len(pieces))) ** 3
+    for k, row in enumerate(hops):
+        ends = (prompt, prompt + answer * 4 // 5)
+        row[rng.integers(0, ends[0], 5)] += 3.0 / 2**k
+        row[rng.integers(*ends, 3)] += 2.0 / 2**k
     hops[:, -1] = 0
     held = replace(
         thoughts("Long"),

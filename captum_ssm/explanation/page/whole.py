@@ -16,8 +16,8 @@ def whole_of(example: Example, is_written: bool) -> dict[str, Any] | None:
         is_written (bool): whether the model wrote it, or it is one of a conversation.
 
     Returns:
-        dict: ``"regions"``, the three parts as ``[name, first, end]``, without empty ones, and
-        ``"opening"``, the tokens ``[first, end]`` that the page explains where it opens, or None
+        dict: ``"regions"``, the three parts as ``[name, first, end]``, without empty ones,
+        ``"spans"``, what the model says in the last two, and ``"opening"``, the tokens ``[first, end]`` that the page explains where it opens, or None
         where it opens on a single token.
     """
     parts = [output.part for output in example.outputs if output.part is not None]
@@ -26,8 +26,13 @@ def whole_of(example: Example, is_written: bool) -> dict[str, Any] | None:
         return None
     regions = _regions(example)
     # A circuit is of one token, and who asked for it wants to see it.
-    first = parts[0] if parts else None if example.circuits else regions[-1][1:]
-    return {"regions": [list(one) for one in regions], "opening": first and list(first)}
+    spans = [_said(example, *region) for region in regions if region[0] != "prompt"]
+    first = parts[0] if parts else None if example.circuits else spans[-1][1:]
+    return {
+        "regions": [list(one) for one in regions],
+        "spans": [list(one) for one in spans],
+        "opening": first and list(first),
+    }
 
 
 def divided(spans: tuple[Span, ...], whole: dict[str, Any] | None) -> tuple[Span, ...]:
@@ -44,6 +49,15 @@ def _regions(example: Example) -> list[tuple[str, int, int]]:
     middle = P if example.reasoning is None else example.reasoning[1]
     regions = [("prompt", 0, P), ("reasoning", P, middle), ("answer", middle, L)]
     return [(name, first, end) for name, first, end in regions if first < end]
+
+
+def _said(example: Example, name: str, first: int, end: int) -> tuple[str, int, int]:
+    # Without marks around the reasoning, and what ends the answer, such as <|im_end|>.
+    if name == "reasoning" and example.reasoning is not None:
+        return (name, *example.reasoning)
+    is_said = [token.start < token.end for token in example.tokens]
+    last = max((k for k in range(first, end) if is_said[k]), default=end - 1)
+    return name, first, last + 1
 
 
 def _writes(output: Output, example: Example) -> bool:

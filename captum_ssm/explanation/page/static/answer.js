@@ -18,9 +18,10 @@ export class Answer {
     this.next = element("button", { type: "button", class: "action", onclick: () => this.step(1) });
     this.picture = new AnswerPicture(page);
     this.hint = element("p", { class: "quiet hint" });
+    this.picking = element("div", { class: "line picking" }, this.spans.node, this.hint);
     this.node = element("section", { class: "whole-answer", "aria-label": "What the answer rests on" },
-      this.sentence, element("div", { class: "line" }, this.steps.node, this.next, this.spans.node),
-      this.picture.node, this.hint);
+      this.picking,
+      this.sentence, element("div", { class: "line" }, this.steps.node, this.next), this.picture.node);
   }
 
   attach(panel) {
@@ -28,8 +29,8 @@ export class Answer {
   }
 
   // What is explained by a method: the hops of the span that is picked.
-  trace({ example, span, method, values }) {
-    return example.whole.trace(method.name, span, values.u);
+  trace(state) {
+    return state.trace(state.method);
   }
 
   update(state) {
@@ -38,10 +39,10 @@ export class Answer {
     if (this.node.hidden) return;
     this.#showSpans(state);
     for (const part of [this.sentence, this.steps.node, this.next, this.picture.node]) part.hidden = !span;
-    this.hint.hidden = !example.whole.canPick;
+    this.picking.hidden = !example.whole.canPick;
     this.hint.textContent = span
-      ? "Drag over words of the answer, or hold Shift and press the arrow keys, to explain just these."
-      : "One token is explained. Drag over several words, or choose the whole answer, to explain them together.";
+      ? "or drag over words in the text below (keyboard: Shift + arrow keys)"
+      : "is one token. Drag over several words in the text to explain them together.";
     if (!span) return;
     const trace = this.trace(state);
     if (trace.isMissing) {
@@ -63,7 +64,6 @@ export class Answer {
     const isOffered = options.some(({ value }) => value === values.span);
     if (span && !isOffered) options.push({ value: values.span, content: text(span) });
     if (!span) options.push({ value: "", content: token(example.answer(pick).text) });
-    this.spans.node.hidden = options.length < 2;
     this.spans.show(options, values.span);
   }
 
@@ -73,8 +73,8 @@ export class Answer {
     this.steps.show(names.map((value) => ({ value, ...named(trace, value) })), hop);
     this.next.hidden = names.length < 2;
     const isLast = hop === "all";
-    fill(this.next, isLast ? "Start again" : names[names.indexOf(hop) + 1] === "all" ? "All steps" : "Follow one step back", " ",
-      element("kbd", { "aria-hidden": "true" }, "h"));
+    const follows = names[names.indexOf(hop) + 1] === "all" ? "All steps together" : "Follow its own words one step back";
+    fill(this.next, isLast ? "Start again" : follows, " ", element("kbd", { "aria-hidden": "true" }, "h"));
   }
 
   // The next hop, or the one before; after the last one the first.
@@ -114,7 +114,7 @@ export class Answer {
 function named(trace, hop) {
   if (hop === "all") return { content: "All steps", title: meaning("allHops") };
   if (hop === "0") return { content: "Directly", title: meaning("hop0") };
-  return { content: [hop, element("small", {}, ` · ${percent(trace.reached[hop])}`)], label: `${hop} back, ${percent(trace.reached[hop])}`,
+  return { content: [`${hop} back`, element("small", {}, ` · ${percent(trace.reached[hop])}`)], label: `${hop} back, ${percent(trace.reached[hop])}`,
     title: meaning("hop") };
 }
 

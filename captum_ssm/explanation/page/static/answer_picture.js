@@ -1,14 +1,17 @@
 // The ways to the answer: sentences of the prompt, the reasoning and the answer as boxes, and ribbons
 // from what was read to what was written from it.
 import { element, fill, range, svg } from "./dom.js";
-import { percent, abridged, token, visible } from "./format.js";
+import { abridged, percent, token } from "./format.js";
 import { TOGETHER } from "./answer_trace.js";
 
 const MOST_BOXES = 5; // per column
-const LEAST_BOX = 0.01; // of a hop
+const FEWEST_BOXES = 3;
+const LEAST_BOX = 0.01; // of what is explained
 const MOST_RIBBONS = 18;
 const LEAST_RIBBON = 0.015;
-const WIDEST_RIBBON = 18; // pixels
+const WIDEST_RIBBON = 16; // pixels
+const ALL_RIBBONS = 64;
+const LANE = 14; // pixels below the reasoning, past which the prompt's ribbons go to the answer
 const NARROW_PICTURE = 680;
 const PAPER = 640; // pixels across a sheet
 const BOX_LETTERS = 96;
@@ -32,6 +35,7 @@ export class AnswerPicture {
     this.node.style.width = this.page.isPrinting ? `${PAPER}px` : "";
     this.links = this.#links();
     this.shares = trace.partsOf(this.hop);
+    this.limit = 1.5 * this.shares.reduce((most, share) => Math.max(most, Math.abs(share)), 1e-9);
     this.written = this.#written();
     this.boxes = new Map();
     fill(this.columns, trace.shares(this.hop).map((region) => this.#column(region)));
@@ -43,11 +47,11 @@ export class AnswerPicture {
   // What goes from part to part, of each hop: the share of the hop, and of all.
   #links() {
     const links = this.trace.hops.flatMap(({ ways }, hop) => [...ways].flatMap(([to, parts]) =>
-      [...parts.entries()].filter(([from, value]) => value && from !== to).map(([from, value]) => {
+      [...parts.entries()].filter(([, value]) => value).map(([from, value]) => {
         const share = Math.abs(value) / (this.trace.totals[hop] || 1);
         return { hop, from, to, value, share, reach: share * this.trace.reached[hop] };
       })));
-    return links.filter(({ share }) => share >= LEAST_RIBBON / 4);
+    return links.filter(({ share }) => share >= LEAST_RIBBON / 3);
   }
 
   // The parts that a hop explains: those of the span, or the own words that the hop before reached.
@@ -55,12 +59,7 @@ export class AnswerPicture {
     const hop = this.hop === "all" ? 0 : Number(this.hop);
     const { ways } = this.trace.hops[hop];
     if (!ways.has(TOGETHER)) return new Set(ways.keys());
-    return hop === 0 ? this.#picked() : new Set(this.#own(this.trace.hops[hop - 1].row));
-  }
-
-  #picked() {
-    const [first, end] = this.view.state.span;
-    return new Set(range(this.unit.of[end - 1] - this.unit.of[first] + 1).map((k) => this.unit.of[first] + k));
+    return new Set(hop === 0 ? this.trace.picked : this.#own(this.trace.hops[hop - 1].row));
   }
 
   #own(row) {
@@ -72,40 +71,26 @@ export class AnswerPicture {
     const { unit } = this;
     const [from, to] = [unit.of[first], unit.of[end - 1]];
     const parts = range(to - from + 1).map((k) => from + k);
-    const weight = this.#weights();
-    const kept = parts.filter((part) => weight[part] >= LEAST_BOX)
-      .sort((a, b) => weight[b] - weight[a]).slice(0, MOST_BOXES).sort((a, b) => a - b);
+    const weight = this.trace.weights;
+    const kept = parts.filter((part) => weight[part]).sort((a, b) => weight[b] - weight[a])
+      .filter((part, rank) => rank < FEWEST_BOXES || (rank < MOST_BOXES && weight[part] >= LEAST_BOX)).sort((a, b) => a - b);
     const rest = parts.filter((part) => !kept.includes(part));
     const left = rest.reduce((sum, part) => sum + Math.abs(this.shares[part]), 0);
     const more = rest.length > 0 && element("li", { class: "quiet" },
       `${kept.length ? "and " : ""}${rest.length.toLocaleString("en")} more${left < 0.0005 ? "" : ` · ${percent(left)}`}`);
     return element("section", { class: `column ${name}`, "aria-label": name },
-      element("h3", { class: "label" }, name, " ", element("b", {}, share ? percent(share) : "")),
+      element("h3", { class: "label", "data-tip": `${percent(share)} of the relevance of this step lies in this part.` }, name, " ", element("b", {}, share ? percent(share) : "")),
       element("ol", {}, kept.map((part) => element("li", {}, this.#box(part))), more));
-  }
-
-  // How much a part matters at any hop, or is explained.
-  #weights() {
-    if (this.weighed?.trace === this.trace) return this.weighed.weights;
-    const weights = new Float64Array(this.unit.count);
-    for (const { from, to, reach } of this.links) {
-      weights[from] += reach;
-      if (to >= 0) weights[to] += reach;
-    }
-    if (this.trace.hops[0].ways.has(TOGETHER)) for (const part of this.#picked()) weights[part] += LEAST_BOX;
-    this.weighed = { trace: this.trace, weights };
-    return weights;
   }
 
   #box(part) {
     const { view: { example }, page, trace, unit } = this;
     const share = this.shares[part];
-    const most = Math.max(...this.shares.map(Math.abs)) || 1;
-    const swatch = Math.abs(share) < 0.0005 ? null : page.colors.of(share, most * 1.5);
+    const swatch = Math.abs(share) < 0.0005 ? null : page.colors.of(share, this.limit);
     const text = unit.names[part] || example.partText(unit, part);
     const box = element("button", { type: "button", class: this.written.has(part) ? "box written" : "box",
       "data-tip": this.#told(part, share), onclick: () => page.answer.press(unit.bounds[part], part) },
-    token(abridged(visible(text), BOX_LETTERS)), element("small", {}, share ? percent(Math.abs(share)) : ""));
+    token(abridged(text, BOX_LETTERS)), element("small", {}, Math.abs(share) < 0.0005 ? "" : percent(Math.abs(share))));
     if (swatch) Object.assign(box.style, { backgroundColor: swatch.css, color: swatch.text });
     box.part = part;
     this.boxes.set(part, box);
@@ -137,6 +122,12 @@ export class AnswerPicture {
   // Ribbons.
 
   #draw() {
+    const ribbons = this.#ribbons();
+    const past = ribbons.filter(({ isPast }) => isPast);
+    const lane = past.reduce((sum, { width }) => sum + width + 1, 0);
+    const [, aside] = this.columns.querySelectorAll("ol");
+    aside.style.paddingBottom = lane ? `${lane + LANE}px` : "";
+    this.node.classList.toggle("loops", ribbons.some(({ isAside, isLast }) => isAside && isLast));
     const frame = this.node.getBoundingClientRect();
     this.drawing.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
     const place = (node) => {
@@ -145,8 +136,10 @@ export class AnswerPicture {
     };
     const places = new Map([...this.boxes].map(([part, box]) => [part, place(box)]));
     const ends = new Map();
-    const ribbons = this.#ribbons(places);
+    const column = place(aside);
     for (const ribbon of ribbons) {
+      ribbon.source = places.get(ribbon.from);
+      ribbon.target = ribbon.to === TOGETHER ? around(this.#together(ribbon.hop).map((part) => places.get(part))) : places.get(ribbon.to);
       for (const end of ["from", "to"]) {
         const key = `${end}${ribbon.isAside}${ribbon[end]}${ribbon.to === TOGETHER ? ribbon.hop : ""}`;
         ends.set(key, [...(ends.get(key) ?? []), { ribbon, end }]);
@@ -162,51 +155,57 @@ export class AnswerPicture {
         at += ribbon.width + 1;
       }
     }
+    // Those that go past the reasoning lie below it, the lowest source lowest.
+    past.sort((a, b) => middle(a.source) - middle(b.source)).reduce((at, ribbon) => {
+      ribbon.lane = { left: column.left, right: column.right, y: at + ribbon.width / 2 };
+      return at + ribbon.width + 1;
+    }, column.bottom - lane);
     fill(this.drawing, ribbons.toReversed().map((ribbon) => this.#ribbon(ribbon)));
   }
 
-  #ribbons(places) {
+  // The largest links between boxes: those of this hop, and in gray what came before and comes after.
+  #ribbons() {
     const isStacked = this.node.classList.contains("stacked");
+    const regions = this.view.example.whole.regions;
+    const columnOf = (part) => regions.findIndex(({ end }) => this.unit.bounds[part][0] < end);
     const size = (link) => (this.hop === "all" ? link.reach : link.share);
-    const found = this.links
-      .map((link) => ({ ...link, isActive: this.#isActive(link.hop), source: places.get(link.from),
-        target: link.to === TOGETHER ? this.#together(link.hop, places) : places.get(link.to) }))
-      .filter((link) => link.source && link.target)
+    const isBetween = ({ hop, from, to }) => this.boxes.has(from) && (to === TOGETHER ? this.#together(hop).length > 0 : this.boxes.has(to));
+    const found = this.links.filter(isBetween).map((link) => ({ ...link, isActive: this.#isActive(link.hop) }))
       .filter((link) => (link.isActive ? size(link) : link.reach) >= LEAST_RIBBON)
       .sort((a, b) => b.isActive - a.isActive || b.reach - a.reach).slice(0, MOST_RIBBONS);
     const most = Math.max(...found.filter(({ isActive }) => isActive).map(size)) || 1;
-    return found.map((link) => ({ ...link,
-      isAside: isStacked || Math.abs(link.source.left - link.target.left) < 2, isStacked,
-      width: link.isActive ? Math.max(1.5, (WIDEST_RIBBON * size(link)) / most) : Math.max(1, WIDEST_RIBBON * link.reach) }));
+    const all = found.reduce((sum, link) => sum + (link.isActive ? size(link) : 0), 0) || 1;
+    // Pixels of a share of one, so that the widest ribbon and all of them together have room.
+    const scale = Math.min(WIDEST_RIBBON / most, ALL_RIBBONS / all) / (isStacked ? 1.5 : 1);
+    return found.map((link) => {
+      const columns = [link.from, link.to === TOGETHER ? this.#together(link.hop)[0] : link.to].map(columnOf);
+      return { ...link, isStacked, isLast: columns[1] === regions.length - 1, isAside: isStacked || columns[0] >= columns[1], isPast: !isStacked && columns[1] - columns[0] > 1,
+        width: link.isActive ? Math.max(1.5, scale * size(link)) : Math.max(1, 0.6 * scale * link.reach) };
+    });
   }
 
   // All boxes that one row explains.
-  #together(hop, places) {
-    const parts = hop === 0 ? [...this.#picked()] : this.#own(this.trace.hops[hop - 1].row);
-    const held = [...new Set(parts)].map((part) => places.get(part)).filter(Boolean);
-    if (!held.length) return null;
-    const [left, right] = [Math.max(...held.map((one) => one.left)), Math.max(...held.map((one) => one.right))];
-    return { left, right, top: Math.min(...held.map((one) => one.top)), bottom: Math.max(...held.map((one) => one.bottom)) };
+  #together(hop) {
+    const parts = hop === 0 ? this.trace.picked : this.#own(this.trace.hops[hop - 1].row);
+    const column = (part) => this.boxes.get(part)?.closest("section");
+    const held = [...new Set(parts)].filter((part) => this.boxes.has(part));
+    return held.filter((part) => column(part) === column(held[0]));
   }
 
-  #ribbon({ from, to, value, width, isActive, isAside, isStacked, source, target, leaves, arrives }) {
-    const [y1, y2] = [middle(source) + leaves, middle(target) + arrives];
+  #ribbon({ from, to, value, width, isActive, isAside, isStacked, source, target, leaves, arrives, lane }) {
+    const itself = from === to ? (source.bottom - source.top) / 4 : 0; // a part that was written from itself
+    const [y1, y2] = [middle(source) + leaves + itself, middle(target) + arrives - itself];
     const tip = Math.max(4, width * 0.5 + 2.5);
-    let line, head;
-    if (isAside) {
-      const side = isStacked ? -1 : 1;
-      const [x1, x2] = isStacked ? [source.left, target.left] : [source.right, target.right];
-      const out = side * Math.min(isStacked ? 40 : 54, 14 + Math.abs(y2 - y1) * 0.22);
-      const end = x2 + side * tip;
-      line = `M${x1} ${y1}C${x1 + out} ${y1} ${end + out} ${y2} ${end} ${y2}`;
-      head = arrow(x2, y2, tip, -side);
-    } else {
-      const [x1, x2] = [source.right, target.left];
-      const end = x2 - tip;
-      const bend = Math.min(90, (end - x1) / 2);
-      line = `M${x1} ${y1}C${x1 + bend} ${y1} ${end - bend} ${y2} ${end} ${y2}`;
-      head = arrow(x2, y2, tip, 1);
-    }
+    const side = isAside && !isStacked ? 1 : -1; // of the box at which a ribbon arrives
+    const [x1, x2] = [isStacked ? source.left : source.right, side > 0 ? target.right : target.left];
+    const end = x2 + side * tip;
+    const out = Math.min(isStacked ? 40 : 54, 14 + Math.abs(y2 - y1) * 0.22);
+    const bend = Math.min(90, (end - x1) / 2);
+    const line = isAside ? curve(x1, y1, x1 + side * out, end + side * out, end, y2)
+      : !lane ? curve(x1, y1, x1 + bend, end - bend, end, y2)
+        : `${curve(x1, y1, (x1 + lane.left) / 2, (x1 + lane.left) / 2, lane.left, lane.y)}H${lane.right}`
+          + curve(lane.right, lane.y, (lane.right + end) / 2, (lane.right + end) / 2, end, y2).replace(/^M[^C]*/, "");
+    const head = `M${x2} ${y2}l${side * tip} ${-tip}v${2 * tip}z`;
     const color = isActive ? this.page.colors.of(Math.sign(value), 1.6).css : this.page.colors.line;
     const group = svg("g", { class: isActive ? "ribbon active" : "ribbon" },
       svg("path", { d: line, fill: "none", stroke: color, "stroke-width": width }), svg("path", { d: head, fill: color }));
@@ -225,4 +224,8 @@ export class AnswerPicture {
 }
 
 const middle = ({ top, bottom }) => (top + bottom) / 2;
-const arrow = (x, y, size, way) => `M${x} ${y}l${-way * size} ${-size}v${2 * size}z`;
+const curve = (x1, y1, a, b, x2, y2) => `M${x1} ${y1}C${a} ${y1} ${b} ${y2} ${x2} ${y2}`;
+
+// The place of several boxes of a column.
+const around = (places) => ({ left: places[0].left, right: places[0].right,
+  top: Math.min(...places.map(({ top }) => top)), bottom: Math.max(...places.map(({ bottom }) => bottom)) });

@@ -11,8 +11,9 @@ export const TOGETHER = -1; // what one row explains, whichever parts of the tex
 export const writtenSpan = ([first, end]) => `${first}-${end}`;
 
 export class WholeAnswer {
-  constructor(example, { regions, opening }) {
+  constructor(example, { regions, spans, opening }) {
     this.example = example;
+    this.named = spans.map(([name, first, end]) => ({ name, span: [first, end] }));
     this.regions = regions.map(([name, first, end]) => ({ name, first, end }));
     this.opening = opening ? writtenSpan(opening) : "";
     this.rowOf = new Map(); // the row that explains a generated token
@@ -56,10 +57,9 @@ export class WholeAnswer {
 
   // The spans that have a name, and those that were explained as such.
   get offered() {
-    const named = this.regions.slice(1).map(({ name, first, end }) => ({ name, span: [first, end] }));
     const given = this.given.map(({ span }) => ({ name: "", span }));
     const seen = new Set();
-    return [...named, ...given].filter(({ span }) => {
+    return [...this.named, ...given].filter(({ span }) => {
       const isNew = !seen.has(writtenSpan(span));
       seen.add(writtenSpan(span));
       return isNew && this.#isExplained(span);
@@ -70,13 +70,14 @@ export class WholeAnswer {
     return this.rowOf.size > 1 || this.offered.length > 1;
   }
 
-  // Hops of a span by a method, with ways between the chosen units.
-  trace(method, span, chosen) {
+  // Hops of a span by a method, with ways between the chosen units. A token is read from the one before
+  // it, which reads itself: unless `isOwnShown`, that is left out of the token's row.
+  trace(method, span, chosen, isOwnShown) {
     const unit = this.#unit(chosen);
-    const key = [method, ...span, unit.name].join();
+    const key = [method, ...span, unit.name, isOwnShown].join();
     if (!this.kept.has(key)) {
       if (this.kept.size > 24) this.kept.clear();
-      this.kept.set(key, new Trace(this, method, span, unit, this.#given(span)));
+      this.kept.set(key, new Trace(this, method, span, unit, { given: this.#given(span), isOwnShown }));
     }
     return this.kept.get(key);
   }
@@ -109,18 +110,18 @@ class Hop {
 }
 
 class Trace {
-  constructor(whole, method, [first, end], unit, given) {
+  constructor(whole, method, [first, end], unit, { given, isOwnShown }) {
     const { example } = whole;
-    Object.assign(this, { example, whole, unit, rows: example.rows[method], prompt: example.prompt });
+    Object.assign(this, { isOwnShown, apart: 0, example, whole, unit, rows: example.rows[method], prompt: example.prompt });
     this.isMissing = !this.rows;
     if (this.isMissing) return;
     this.L = example.tokens.length;
+    this.picked = range(unit.of[end - 1] - unit.of[first] + 1).map((k) => unit.of[first] + k);
     const start = this.#tokens(first, end);
-    this.hops = [given && !(given.rows.length < 2 && start.size === end - first)
-      ? this.#read(given.rows[0]) : this.#step(start, false)];
-    if (given?.rows.length > 1) {
-      for (const row of given.rows.slice(1)) this.hops.push(this.#read(row));
-    } else this.#follow();
+    // Rows of hops that were computed are shown; where there are none, single rows are followed.
+    this.isGiven = Boolean(given) && (given.rows.length > 1 || start.size < end - first);
+    this.hops = this.isGiven ? given.rows.map((row) => this.#read(row)) : [this.#step(start, false)];
+    if (!this.isGiven || given.rows.length < 2) this.#follow();
     this.totals = this.hops.map(({ row }) => sizeOf(row, 0, this.L));
     this.own = this.hops.map(({ row }) => sizeOf(row, this.prompt, this.L));
     // How much of what is explained reaches a hop, and how much of a hop lies on own words.
@@ -148,35 +149,39 @@ class Trace {
     for (const [token, weight] of weights) {
       const part = this.unit.of[token];
       if (!ways.has(part)) ways.set(part, new Float32Array(this.unit.count));
-      this.#add(this.whole.rowOf.get(token), weight, isHop, row, ways.get(part));
+      this.#add(token, weight, isHop, row, ways.get(part));
     }
     return new Hop(row, ways);
   }
 
   // Rows are read as they are packed: there may be thousands.
-  #add(index, weight, isHop, row, parts) {
-    const { rows, L, unit: { of } } = this;
-    const start = index * L;
-    const scale = weight * (isHop ? 1 / this.#positive(index) : rows.scale[index]);
+  #add(token, weight, isHop, row, parts) {
+    const { rows, L, unit: { of }, isOwnShown } = this;
+    const index = this.whole.rowOf.get(token);
+    const steps = rows.steps.subarray(index * L, (index + 1) * L);
+    const scale = weight * (isHop ? 1 / this.#positive(token, steps) : rows.scale[index]);
     for (let k = 0; k < L; k++) {
-      const step = rows.steps[start + k];
+      const step = steps[k];
       if (step === 0 || (isHop && step < 0)) continue;
       const value = step * Math.abs(step) * scale;
+      if (k === token - 1 && !isOwnShown) {
+        if (!isHop) this.apart += value;
+        continue;
+      }
       row[k] += value;
       parts[of[k]] += value;
     }
   }
 
-  #positive(index) {
-    this.rows.positive ??= new Float64Array(this.rows.count);
-    if (!this.rows.positive[index]) {
+  #positive(token, steps) {
+    this.sums ??= new Map();
+    if (!this.sums.has(token)) {
       let sum = 0;
-      for (const step of this.rows.steps.subarray(index * this.L, (index + 1) * this.L)) {
-        if (step > 0) sum += step * step;
-      }
-      this.rows.positive[index] = sum || 1;
+      for (const step of steps) if (step > 0) sum += step * step;
+      const own = this.isOwnShown ? 0 : Math.max(0, steps[token - 1]) ** 2;
+      this.sums.set(token, sum - own || 1);
     }
-    return this.rows.positive[index];
+    return this.sums.get(token);
   }
 
   #follow() {
@@ -217,6 +222,26 @@ class Trace {
     const parts = new Float32Array(this.unit.count);
     row.forEach((value, token) => { parts[this.unit.of[token]] += value; });
     return parts;
+  }
+
+  // How much each part of the unit matters at any hop, or is explained.
+  get weights() {
+    this.weighed ??= this.hops.reduce((weights, { row }, hop) => {
+      const scale = this.reached[hop] / (this.totals[hop] || 1);
+      this.#byUnit(row).forEach((value, part) => { weights[part] += Math.abs(value) * scale; });
+      return weights;
+    }, this.#explained());
+    return this.weighed;
+  }
+
+  #explained() {
+    const weights = new Float64Array(this.unit.count);
+    const { ways } = this.hops[0];
+    for (const part of ways.has(TOGETHER) ? this.picked : []) weights[part] += 1 / this.picked.length;
+    for (const [part, parts] of ways) {
+      if (part !== TOGETHER) weights[part] += parts.reduce((sum, value) => sum + Math.abs(value), 0) / (this.totals[0] || 1);
+    }
+    return weights;
   }
 
   // The names of the hops: "0", "1", ..., and "all" where there are several.

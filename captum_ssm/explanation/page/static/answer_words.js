@@ -4,13 +4,14 @@ import { percent, quoted, abridged } from "./format.js";
 
 const QUOTED_LETTERS = 64; // letters of a quoted sentence
 const HARDLY = 0.005;
+const MUCH = 0.05;
 
 const strong = (share) => element("b", {}, percent(share));
 
 // What is explained, as one names it.
 export function spanName(whole, [first, end]) {
-  const region = whole.regions.find((one) => one.first === first && one.end === end);
-  return region ? region.name : "part";
+  const named = whole.named.find(({ span }) => span[0] === first && span[1] === end);
+  return named ? named.name : "part";
 }
 
 // The sentence, of a hop: contents for an element.
@@ -21,18 +22,12 @@ export function restsOn(trace, hop, what) {
   if (hop === "all") return followed(prompt, own, parts, what);
   const start = hop === "0" ? null
     : [strong(trace.reached[hop]), ` of this ${what} came through the model’s own words. `];
-  const subject = hop === "0" ? [" of this ", what, " rests"] : [" of them rest"];
-  if (own < HARDLY) {
-    return [start, hop === "0" ? `All of this ${what} rests` : "They rest", " on the prompt",
-      parts.most(prompt), "."];
-  }
-  if (prompt.share < HARDLY) {
-    return [start, hop === "0" ? `All of this ${what} rests` : "They rest",
-      " on the model’s own words", parts.mostOf(others), ".", further(trace, hop)];
-  }
-  return [start, strong(prompt.share), subject, " on the prompt", parts.most(prompt), "; ", strong(own),
-    hop === "0" ? " on the model’s own words" : " on earlier words of its own", parts.mostOf(others), ".",
-    further(trace, hop)];
+  const [of, rests, words] = hop === "0" ? [`of this ${what}`, "rests on", "the model’s own words"]
+    : ["of that", "goes back to", "earlier words of its own"];
+  if (own < HARDLY) return [start, `All ${of} ${rests} the prompt`, parts.most(prompt), "."];
+  if (prompt.share < HARDLY) return [start, `All ${of} ${rests} ${words}`, parts.mostOf(others), ".", unfollowed(trace)];
+  return [start, strong(prompt.share), ` ${of} ${rests} the prompt`, parts.most(prompt), "; ", strong(own),
+    ` ${rests} ${words}`, parts.mostOf(others), ".", unfollowed(trace)];
 }
 
 function followed(prompt, own, parts, what) {
@@ -40,14 +35,15 @@ function followed(prompt, own, parts, what) {
     parts.most(prompt, 2), own < HARDLY ? "." : ["; ", strong(own), " stays on own words, not followed further."]];
 }
 
-function further(trace, hop) {
-  if (Number(hop) + 1 < trace.hops.length) return " The next step follows these back.";
-  return hop === "0" ? " These were not explained themselves: explain(…, hops=3) follows them back." : "";
+function unfollowed({ hops, handedOn }) {
+  return hops.length > 1 || handedOn[0] < MUCH ? ""
+    : " These were not explained themselves: explain(…, hops=3) follows them back.";
 }
 
 // The parts of the text with the largest shares of a hop, in words.
 class Parts {
   constructor(trace, hop) {
+    this.isBack = hop !== "0" && hop !== "all";
     Object.assign(this, { trace, unit: trace.unit, shares: trace.partsOf(hop) });
   }
 
@@ -62,7 +58,7 @@ class Parts {
     if (parts.length < 2) return null;
     parts.sort((a, b) => Math.abs(this.shares[b]) - Math.abs(this.shares[a]));
     const told = parts.slice(0, count).map((part, k) => [k > 0 && " and ", this.#told(part)]);
-    return [", most on ", told];
+    return [`, most ${this.isBack ? "to" : "on"} `, told];
   }
 
   #told(part) {

@@ -351,6 +351,7 @@ export class Example {
   relevanceOfSpan(method, trace, span, hop, unit, hidden) {
     return new Relevance(this, unit, { ...hidden, own: false }, {
       rows: trace.isMissing ? null : [[trace.row(hop), 1]], position: null, readAt: null, last: span[1] - 2,
+      apart: hop === "0" && !trace.isMissing ? trace.apart : 0,
       score: (sum) => (hop === "0" ? this.whole.score(method.name, span, sum) : null),
     });
   }
@@ -358,7 +359,8 @@ export class Example {
 
 // The relevance of each part, and its share of what is shown.
 class Relevance {
-  constructor(example, unit, hidden, { rows, position, readAt, score, last = position ?? unit.of.length - 1 }) {
+  constructor(example, unit, hidden, { rows, position, readAt, score, apart = 0, last = position ?? unit.of.length - 1 }) {
+    this.apart = apart; // what reading tokens have in the rows of several tokens, where they are hidden
     this.values = new Float32Array(unit.count);
     this.position = position;
     this.isMissing = !rows;
@@ -382,8 +384,8 @@ class Relevance {
 
     const parts = range(this.read + 1);
     const size = (part) => Math.abs(this.values[part]);
-    this.sum = parts.reduce((sum, part) => sum + this.values[part], 0);
-    this.everything = parts.reduce((sum, part) => sum + size(part), 0) || 1;
+    this.sum = parts.reduce((sum, part) => sum + this.values[part], apart);
+    this.everything = parts.reduce((sum, part) => sum + size(part), Math.abs(apart)) || 1;
     this.ownShare = this.own < 0 ? 0 : size(this.own) / this.everything;
     const shown = parts.filter((part) => !this.hidden.has(part));
     this.total = shown.reduce((sum, part) => sum + size(part), 0) || 1;

@@ -244,7 +244,7 @@ class Page {
     const hidden = { own: !state.showsOwn, last: !values.last, template: !values.template, share: values.min / 100 };
     const panel = (method, pick, more) => ({
       method, pick, against: values.n,
-      relevance: state.span ? example.relevanceOfSpan(method, example.whole.trace(method.name, state.span, values.u), state.span, values.hop, unit, hidden)
+      relevance: state.span ? example.relevanceOfSpan(method, state.trace(method), state.span, values.hop, unit, hidden)
         : example.relevance(method, pick, values.n, unit, hidden), ...more,
     });
     const panels = {

@@ -155,7 +155,12 @@ export class State {
   }
 
   get #hops() {
-    return this.span ? this.example.whole.trace(this.method.name, this.span, this.values.u).names : ["0"];
+    return this.span ? this.trace(this.method).names : ["0"];
+  }
+
+  // The hops of the picked span of a whole answer.
+  trace(method) {
+    return this.example.whole.trace(method.name, this.span, this.values.u, this.showsOwn);
   }
 
   // Whether the token that the answer is read from is shown like the others.

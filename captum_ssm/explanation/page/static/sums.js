@@ -29,6 +29,10 @@ function hiddenOf({ example, unit }, relevance) {
     const text = example.isText ? name(example.partText(unit, part)) : example.placeName(unit, part);
     return `“${text}” (${signed(values[part])}, ${size([part])} of all magnitudes) is hidden.`;
   });
+  if (relevance.apart) {
+    const share = percent(Math.abs(relevance.apart) / everything);
+    sentences.unshift(`What each word has from the token that it is read from (${signed(relevance.apart)}, ${share} of all magnitudes) is hidden.`);
+  }
   if (!template.length) return sentences;
   const sum = signed(template.reduce((total, part) => total + values[part], 0));
   return [...sentences, `The template (${sum}, ${size(template)} of all magnitudes) is hidden.`];
