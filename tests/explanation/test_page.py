@@ -168,10 +168,13 @@ def test_a_written_answer_opens_where_it_rests_on_the_prompt(opened):
     (example,) = page_data(replace(pages.explanation(), settings={"max_new_tokens": 7}))["examples"]
     at = example["opening"]
     assert at not in (None, 0)
+    # All of it is explained first; a single token, where none is chosen, is that one.
     tab = opened("written")
+    assert question(tab) == "Why “red. Tom's kite is blue.”?"
+    assert address(tab) == ""
+    tab = opened("written", "span=")
     answer = pages.story().outputs[at]
     assert question(tab) == f"Why “{answer.answers[answer.chosen].text.strip()}”?"
-    assert address(tab) == ""
     assert question(opened("written", "t=0")) == "Why “red”?"
 
 

@@ -31,7 +31,7 @@ export class AnswerPicture {
   update(view) {
     const { trace } = view;
     Object.assign(this, { view, trace, unit: trace.unit, hop: view.state.values.hop });
-    const focused = document.activeElement?.closest?.(".ways-picture") && document.activeElement.part;
+    const focused = document.activeElement?.closest?.(".ways-picture") && document.activeElement.unitPart;
     this.node.style.width = this.page.isPrinting ? `${PAPER}px` : "";
     this.links = this.#links();
     this.shares = trace.partsOf(this.hop);
@@ -47,9 +47,9 @@ export class AnswerPicture {
   // What goes from part to part, of each hop: the share of the hop, and of all.
   #links() {
     const links = this.trace.hops.flatMap(({ ways }, hop) => [...ways].flatMap(([to, parts]) =>
-      [...parts.entries()].filter(([, value]) => value).map(([from, value]) => {
-        const share = Math.abs(value) / (this.trace.totals[hop] || 1);
-        return { hop, from, to, value, share, reach: share * this.trace.reached[hop] };
+      [...parts.sizes.entries()].filter(([, size]) => size).map(([from, size]) => {
+        const share = size / (this.trace.totals[hop] || 1);
+        return { hop, from, to, sign: Math.sign(parts.values[from]), share, reach: share * this.trace.reached[hop] };
       })));
     return links.filter(({ share }) => share >= LEAST_RIBBON / 3);
   }
@@ -92,7 +92,7 @@ export class AnswerPicture {
       "data-tip": this.#told(part, share), onclick: () => page.answer.press(unit.bounds[part], part) },
     token(abridged(text, BOX_LETTERS)), element("small", {}, Math.abs(share) < 0.0005 ? "" : percent(Math.abs(share))));
     if (swatch) Object.assign(box.style, { backgroundColor: swatch.css, color: swatch.text });
-    box.part = part;
+    box.unitPart = part;
     this.boxes.set(part, box);
     return box;
   }
@@ -192,7 +192,7 @@ export class AnswerPicture {
     return held.filter((part) => column(part) === column(held[0]));
   }
 
-  #ribbon({ from, to, value, width, isActive, isAside, isStacked, source, target, leaves, arrives, lane }) {
+  #ribbon({ from, to, sign, width, isActive, isAside, isStacked, source, target, leaves, arrives, lane }) {
     const itself = from === to ? (source.bottom - source.top) / 4 : 0; // a part that was written from itself
     const [y1, y2] = [middle(source) + leaves + itself, middle(target) + arrives - itself];
     const tip = Math.max(4, width * 0.5 + 2.5);
@@ -206,7 +206,7 @@ export class AnswerPicture {
         : `${curve(x1, y1, (x1 + lane.left) / 2, (x1 + lane.left) / 2, lane.left, lane.y)}H${lane.right}`
           + curve(lane.right, lane.y, (lane.right + end) / 2, (lane.right + end) / 2, end, y2).replace(/^M[^C]*/, "");
     const head = `M${x2} ${y2}l${side * tip} ${-tip}v${2 * tip}z`;
-    const color = isActive ? this.page.colors.of(Math.sign(value), 1.6).css : this.page.colors.line;
+    const color = isActive ? this.page.colors.of(sign, 1.6).css : this.page.colors.line;
     const group = svg("g", { class: isActive ? "ribbon active" : "ribbon" },
       svg("path", { d: line, fill: "none", stroke: color, "stroke-width": width }), svg("path", { d: head, fill: color }));
     Object.assign(group, { from, to });
@@ -215,7 +215,7 @@ export class AnswerPicture {
 
   // The ribbons of the box that is pointed at.
   #light(target) {
-    const part = target?.closest?.(".box")?.part;
+    const part = target?.closest?.(".box")?.unitPart;
     this.node.classList.toggle("lit", part !== undefined);
     for (const group of this.drawing.children) {
       group.classList.toggle("on", part !== undefined && (group.from === part || group.to === part));

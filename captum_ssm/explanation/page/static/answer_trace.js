@@ -1,6 +1,6 @@
 // A whole answer: its parts, the spans of it that can be explained, and what a span rests on, hop by
 // hop. A hop hands relevance on generated tokens on to what made the model write them.
-import { clamp, range } from "./dom.js";
+import { range } from "./dom.js";
 
 const LEAST = 0.02; // of the explained relevance: less of it is not followed
 const MOST_HOPS = 8;
@@ -71,13 +71,16 @@ export class WholeAnswer {
   }
 
   // Hops of a span by a method, with ways between the chosen units. A token is read from the one before
-  // it, which reads itself: unless `isOwnShown`, that is left out of the token's row.
-  trace(method, span, chosen, isOwnShown) {
+  // it, which reads itself: unless `hasOwn`, that is left out of the token's row, and unless
+  // `hasTemplate`, so is what the chat template writes.
+  trace(method, span, chosen, { hasOwn, hasTemplate }) {
     const unit = this.#unit(chosen);
-    const key = [method, ...span, unit.name, isOwnShown].join();
+    const key = [method, ...span, unit.name, hasOwn, hasTemplate].join();
     if (!this.kept.has(key)) {
       if (this.kept.size > 24) this.kept.clear();
-      this.kept.set(key, new Trace(this, method, span, unit, { given: this.#given(span), isOwnShown }));
+      const isLeftOut = (token) => !hasTemplate && this.example.isTemplate(token);
+      const leftOut = Uint8Array.from(this.example.tokens, (_, token) => Number(isLeftOut(token)));
+      this.kept.set(key, new Trace(this, method, span, unit, { given: this.#given(span), hasOwn, leftOut }));
     }
     return this.kept.get(key);
   }
@@ -102,7 +105,7 @@ export class WholeAnswer {
 }
 
 // One hop: `row` is what each token gives, `ways` what goes from part to part: by the part that was
-// written, from each other part.
+// written, what it has from each other part.
 class Hop {
   constructor(row, ways) {
     Object.assign(this, { row, ways });
@@ -110,9 +113,9 @@ class Hop {
 }
 
 class Trace {
-  constructor(whole, method, [first, end], unit, { given, isOwnShown }) {
+  constructor(whole, method, [first, end], unit, { given, hasOwn, leftOut }) {
     const { example } = whole;
-    Object.assign(this, { isOwnShown, apart: 0, example, whole, unit, rows: example.rows[method], prompt: example.prompt });
+    Object.assign(this, { hasOwn, leftOut, apart: 0, example, whole, unit, rows: example.rows[method], prompt: example.prompt });
     this.isMissing = !this.rows;
     if (this.isMissing) return;
     this.L = example.tokens.length;
@@ -120,7 +123,7 @@ class Trace {
     const start = this.#tokens(first, end);
     // Rows of hops that were computed are shown; where there are none, single rows are followed.
     this.isGiven = Boolean(given) && (given.rows.length > 1 || start.size < end - first);
-    this.hops = this.isGiven ? given.rows.map((row) => this.#read(row)) : [this.#step(start, false)];
+    this.hops = this.isGiven ? given.rows.map((row, hop) => this.#read(row, hop)) : [this.#step(start, false)];
     if (!this.isGiven || given.rows.length < 2) this.#follow();
     this.totals = this.hops.map(({ row }) => sizeOf(row, 0, this.L));
     this.own = this.hops.map(({ row }) => sizeOf(row, this.prompt, this.L));
@@ -136,27 +139,34 @@ class Trace {
   }
 
   // A row that was computed for all of what is explained.
-  #read(index) {
+  #read(index, hop) {
     const row = this.rows.row(index);
+    row.forEach((value, token) => {
+      if (!this.leftOut[token]) return;
+      if (hop === 0) this.apart += value;
+      row[token] = 0;
+    });
     return new Hop(row, new Map([[TOGETHER, this.#byUnit(row)]]));
   }
 
   // What tokens were written from, each by its weight: their rows, of which a hop takes the
   // positive part, divided by its sum.
   #step(weights, isHop) {
+    const written = Map.groupBy(weights, ([token]) => this.unit.of[token]);
     const row = new Float32Array(this.L);
     const ways = new Map();
-    for (const [token, weight] of weights) {
-      const part = this.unit.of[token];
-      if (!ways.has(part)) ways.set(part, new Float32Array(this.unit.count));
-      this.#add(token, weight, isHop, row, ways.get(part));
+    for (const [part, tokens] of written) {
+      const own = new Float32Array(this.L);
+      for (const [token, weight] of tokens) this.#add(token, weight, isHop, own);
+      ways.set(part, this.#byUnit(own));
+      own.forEach((value, token) => { row[token] += value; });
     }
     return new Hop(row, ways);
   }
 
   // Rows are read as they are packed: there may be thousands.
-  #add(token, weight, isHop, row, parts) {
-    const { rows, L, unit: { of }, isOwnShown } = this;
+  #add(token, weight, isHop, sum) {
+    const { rows, L, hasOwn, leftOut } = this;
     const index = this.whole.rowOf.get(token);
     const steps = rows.steps.subarray(index * L, (index + 1) * L);
     const scale = weight * (isHop ? 1 / this.#positive(token, steps) : rows.scale[index]);
@@ -164,12 +174,8 @@ class Trace {
       const step = steps[k];
       if (step === 0 || (isHop && step < 0)) continue;
       const value = step * Math.abs(step) * scale;
-      if (k === token - 1 && !isOwnShown) {
-        if (!isHop) this.apart += value;
-        continue;
-      }
-      row[k] += value;
-      parts[of[k]] += value;
+      if (!leftOut[k] && (k !== token - 1 || hasOwn)) sum[k] += value;
+      else if (!isHop) this.apart += value;
     }
   }
 
@@ -178,7 +184,7 @@ class Trace {
     if (!this.sums.has(token)) {
       let sum = 0;
       for (const step of steps) if (step > 0) sum += step * step;
-      const own = this.isOwnShown ? 0 : Math.max(0, steps[token - 1]) ** 2;
+      const own = this.hasOwn ? 0 : Math.max(0, steps[token - 1]) ** 2;
       this.sums.set(token, sum - own || 1);
     }
     return this.sums.get(token);
@@ -218,17 +224,22 @@ class Trace {
     return sum;
   }
 
+  // What each part gives, and how much that is: tokens of a part may oppose each other.
   #byUnit(row) {
-    const parts = new Float32Array(this.unit.count);
-    row.forEach((value, token) => { parts[this.unit.of[token]] += value; });
-    return parts;
+    const { of, count } = this.unit;
+    const [values, sizes] = [new Float32Array(count), new Float32Array(count)];
+    row.forEach((value, token) => {
+      values[of[token]] += value;
+      sizes[of[token]] += Math.abs(value);
+    });
+    return { values, sizes };
   }
 
   // How much each part of the unit matters at any hop, or is explained.
   get weights() {
     this.weighed ??= this.hops.reduce((weights, { row }, hop) => {
       const scale = this.reached[hop] / (this.totals[hop] || 1);
-      this.#byUnit(row).forEach((value, part) => { weights[part] += Math.abs(value) * scale; });
+      this.#byUnit(row).sizes.forEach((size, part) => { weights[part] += size * scale; });
       return weights;
     }, this.#explained());
     return this.weighed;
@@ -239,7 +250,7 @@ class Trace {
     const { ways } = this.hops[0];
     for (const part of ways.has(TOGETHER) ? this.picked : []) weights[part] += 1 / this.picked.length;
     for (const [part, parts] of ways) {
-      if (part !== TOGETHER) weights[part] += parts.reduce((sum, value) => sum + Math.abs(value), 0) / (this.totals[0] || 1);
+      if (part !== TOGETHER) weights[part] += parts.sizes.reduce((sum, size) => sum + size, 0) / (this.totals[0] || 1);
     }
     return weights;
   }
@@ -262,10 +273,11 @@ class Trace {
     return this.whole.regions.map((region) => ({ ...region, share: sizeOf(row, region.first, region.end) / total }));
   }
 
-  // The shares of the parts of the text of a unit.
+  // The shares of the parts of the unit, negative where a part opposes what is explained.
   partsOf(hop) {
     const total = sizeOf(this.row(hop), 0, this.L) || 1;
-    return this.#byUnit(this.row(hop)).map((value) => clamp(value / total, -1, 1));
+    const { sizes, values } = this.#byUnit(this.row(hop));
+    return sizes.map((size, part) => ((values[part] < 0 ? -1 : 1) * size) / total);
   }
 }
 

@@ -349,7 +349,7 @@ export class Example {
 
   // What a span of the answer rests on, at a hop.
   relevanceOfSpan(method, trace, span, hop, unit, hidden) {
-    return new Relevance(this, unit, { ...hidden, own: false }, {
+    return new Relevance(this, unit, { ...hidden, own: false, last: false }, {
       rows: trace.isMissing ? null : [[trace.row(hop), 1]], position: null, readAt: null, last: span[1] - 2,
       apart: hop === "0" && !trace.isMissing ? trace.apart : 0,
       score: (sum) => (hop === "0" ? this.whole.score(method.name, span, sum) : null),

@@ -49,7 +49,7 @@ export class Settings {
     this.own.node.hidden = (state.span && state.trace(state.method).isGiven) || example.outputs.every(({ position, readAt }) => position === null && readAt === null);
     this.own.show(!state.showsOwn);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
-    this.last.node.hidden = !example.prompt || example.isLabeled || (places.includes(null) && !state.span) ||
+    this.last.node.hidden = !example.prompt || example.isLabeled || places.includes(null) || state.span !== null ||
       places.every((position) => position === example.prompt - 1);
     this.last.show(!values.last);
     this.template.node.hidden = !example.turns;

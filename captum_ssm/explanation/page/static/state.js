@@ -125,7 +125,8 @@ export class State {
     if (this.picks.length < 2 && values.view === "pair") values.view = "one";
     if (values.view === "pair") values.span = ""; // outputs are compared one by one
     const { whole } = example;
-    this.span = whole?.span(values.span) ?? example.outputs[this.pick.output].part ?? null;
+    const span = values.span && (whole?.span(values.span) ?? whole?.span(defaults.span));
+    this.span = span || (example.outputs[this.pick.output].part ?? null);
     values.span = this.span ? this.span.join("-") : "";
     if (!this.#hops.includes(values.hop)) values.hop = "0";
     if (values.view === "pair") {
@@ -160,7 +161,7 @@ export class State {
 
   // The hops of the picked span of a whole answer.
   trace(method) {
-    return this.example.whole.trace(method.name, this.span, this.values.u, this.showsOwn);
+    return this.example.whole.trace(method.name, this.span, this.values.u, { hasOwn: this.showsOwn, hasTemplate: this.values.template === 1 });
   }
 
   // Whether the token that the answer is read from is shown like the others.

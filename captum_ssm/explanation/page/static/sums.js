@@ -31,9 +31,10 @@ function hiddenOf({ example, unit }, relevance) {
   });
   if (relevance.apart) {
     const share = percent(Math.abs(relevance.apart) / everything);
-    sentences.unshift(`What each word has from the token that it is read from (${signed(relevance.apart)}, ${share} of all magnitudes) is hidden.`);
+    const what = `What each word has from the token that it is read from${template.length ? ", and from the template" : ""}`;
+    sentences.unshift(`${what} (${signed(relevance.apart)}, ${share} of all magnitudes) is hidden.`);
   }
-  if (!template.length) return sentences;
+  if (!template.length || relevance.apart) return sentences;
   const sum = signed(template.reduce((total, part) => total + values[part], 0));
   return [...sentences, `The template (${sum}, ${size(template)} of all magnitudes) is hidden.`];
 }

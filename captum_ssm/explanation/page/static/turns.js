@@ -33,11 +33,10 @@ export class Turns {
   }
 }
 
-// Turns before the answer, and the reasoning and the answer; without a conversation also the prompt.
+// Turns, the last of which may be reasoning and an answer; without a conversation, the prompt and these.
 function labeled({ turns, whole, prompt }) {
   const said = turns?.names.map((name, k) => [name, ...turns.bounds[k]]) ?? [];
   const regions = whole?.regions.map(({ name, first, end }) => [name, first, end]) ?? [];
-  return whole && turns
-    ? [...said.filter(([, first]) => first < prompt), ...regions.filter(([, first]) => first >= prompt)]
-    : [...said, ...regions];
+  if (!turns) return regions;
+  return regions.length < 3 ? said : [...said.filter(([, first]) => first < prompt), ...regions.slice(1)];
 }
