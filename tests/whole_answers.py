@@ -154,6 +154,20 @@ def long(prompt: int = 4000, answer: int = 1000) -> Example:
     return in_one_row(held, (prompt + answer * 4 // 5, prompt + answer), hops)
 
 
+def long_rows(prompt: int = 4000, answer: int = 1000) -> Example:
+    """The same, with a row for each token of the answer."""
+    one = long(prompt, answer)
+    rng = np.random.default_rng(0)
+    rows = np.tril(rng.normal(0, 0.1, (answer, prompt + answer)) ** 3, prompt - 1)
+    for row, token in zip(rows, range(prompt, prompt + answer), strict=True):
+        row[rng.integers(0, token, 6)] += 2.0
+    return replace(
+        one,
+        outputs=_outputs(one.tokens, prompt),
+        relevance={"mamba-lrp": rows.astype(np.float32)},
+    )
+
+
 def explained(*examples: Example) -> Explanation:
     """An explanation of what a model wrote."""
     return replace(pages.explanation(*examples), settings={"max_new_tokens": 40})

@@ -245,8 +245,8 @@ def test_ribbons_are_to_scale_and_end_where_the_words_were_written(opened):
         """all => all.map(group => {
             const path = group.firstChild, end = path.getPointAtLength(path.getTotalLength());
             const frame = document.querySelector('.ways-picture').getBoundingClientRect();
-            const box = [...document.querySelectorAll('.box')].find(node => node.unitPart === group.to)
-                .getBoundingClientRect();
+            const boxes = [...document.querySelectorAll('.box')];
+            const box = boxes.find(node => node.unitPart === group.to).getBoundingClientRect();
             const [x, y] = [end.x + frame.left, end.y + frame.top];
             const side = Math.min(Math.abs(box.left - x), Math.abs(box.right - x));
             return [side, y - box.top, box.bottom - y];

@@ -17,8 +17,8 @@ def whole_of(example: Example, is_written: bool) -> dict[str, Any] | None:
 
     Returns:
         dict: ``"regions"``, the three parts as ``[name, first, end]``, without empty ones,
-        ``"spans"``, what the model says in the last two, and ``"opening"``, the tokens ``[first, end]`` that the page explains where it opens, or None
-        where it opens on a single token.
+        ``"spans"``, what the model says in the last two, and ``"opening"``, the tokens
+        ``[first, end]`` that the page explains where it opens, or None for a single token.
     """
     parts = [output.part for output in example.outputs if output.part is not None]
     is_long = is_written and sum(_writes(output, example) for output in example.outputs) > 1
