@@ -273,7 +273,9 @@ def test_a_span_is_picked_with_the_mouse(opened):
     assert picked(tab) == list(range(first, last + 2))
     part(tab, first + 1).click()
     assert question(tab) == "Why “5”?"
-    assert picked(tab) == []
+    assert picked(tab) == [first + 1]
+    assert "of this token rests on" in sentence(tab)
+    assert "rank 1" in tab.locator(".ask").inner_text()
     assert tab.locator(".picks .answers").is_visible()
     tab.get_by_role("radio", name="The whole answer").click()
     assert picked(tab) == list(range(*ANSWER))
@@ -404,6 +406,8 @@ def test_the_address_keeps_what_is_picked(opened):
         assert question(opened("thoughts", wrong)).startswith("Why “Anna has 5 apples now.")
     assert sentence(opened("thoughts", "hop=77")) == sentence(opened("thoughts"))
     assert question(opened("thoughts", "t=2")) == "Why “with”?"
+    assert tab.locator(".picks .chips").is_visible()
+    assert not tab.locator(".rests").is_visible()
     # Of several examples, each opens as it would by itself.
     tab = opened("several")
     assert not tab.locator(".whole-answer").is_visible()

@@ -86,13 +86,10 @@ export class Answer {
     this.page.set({ hop: names[(at + way + names.length) % names.length] });
   }
 
-  // Explain the tokens of the continuation from `first` to `end`; of one, its alternatives are shown too.
-  pick([first, end]) {
-    const { example } = this.page.state;
-    const output = end - first === 1 && example.whole.rowOf.has(first) ? example.places.get(first) : undefined;
-    const span = output === undefined && example.whole.nearest([first, end]);
-    if (output !== undefined) this.page.set({ t: String(output) });
-    else if (span) this.page.set({ span: writtenSpan(span) });
+  // Explain the tokens of the continuation from `first` to `end`.
+  pick(tokens) {
+    const span = this.page.state.example.whole.nearest(tokens);
+    if (span) this.page.set({ span: writtenSpan(span) });
   }
 
   // A box of the picture is pressed: own words are explained, others are found in the text.

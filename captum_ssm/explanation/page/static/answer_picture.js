@@ -58,7 +58,8 @@ export class AnswerPicture {
   #written() {
     const hop = this.hop === "all" ? 0 : Number(this.hop);
     const { ways } = this.trace.hops[hop];
-    if (!ways.has(TOGETHER)) return new Set(ways.keys());
+    const least = this.hop === "0" ? 0 : LEAST_BOX * this.trace.totals[hop];
+    if (!ways.has(TOGETHER)) return new Set([...ways.keys()].filter((part) => addedUp(ways.get(part).sizes) >= least));
     return new Set(hop === 0 ? this.trace.picked : this.#own(this.trace.hops[hop - 1].row));
   }
 
@@ -223,6 +224,7 @@ export class AnswerPicture {
   }
 }
 
+const addedUp = (values) => values.reduce((total, value) => total + value, 0);
 const middle = ({ top, bottom }) => (top + bottom) / 2;
 const curve = (x1, y1, a, b, x2, y2) => `M${x1} ${y1}C${a} ${y1} ${b} ${y2} ${x2} ${y2}`;
 

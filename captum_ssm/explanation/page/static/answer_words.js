@@ -4,14 +4,14 @@ import { percent, quoted, abridged } from "./format.js";
 
 const QUOTED_LETTERS = 64; // letters of a quoted sentence
 const HARDLY = 0.005;
-const MUCH = 0.05;
+const WORTH_SAYING = 0.05;
 
 const strong = (share) => element("b", {}, percent(share));
 
 // What is explained, as one names it.
 export function spanName(whole, [first, end]) {
   const named = whole.named.find(({ span }) => span[0] === first && span[1] === end);
-  return named ? named.name : "part";
+  return named ? named.name : end - first === 1 ? "token" : "part";
 }
 
 // The sentence, of a hop: contents for an element.
@@ -36,7 +36,7 @@ function followed(prompt, own, parts, what) {
 }
 
 function unfollowed({ hops, handedOn }) {
-  return hops.length > 1 || handedOn[0] < MUCH ? ""
+  return hops.length > 1 || handedOn[0] < WORTH_SAYING ? ""
     : " These were not explained themselves: explain(…, hops=3) follows them back.";
 }
 

@@ -36,8 +36,8 @@ export class Picks {
   update(state) {
     const { example, values, pick, picks } = state;
     const isPair = values.view === "pair";
-    const isSpan = state.span !== null;
-    const several = example.outputs.length > 1 && !isSpan;
+    const isSpan = state.span !== null && !state.isOneToken;
+    const several = example.outputs.length > 1 && !state.span;
     this.outputs.node.hidden = !several;
     if (several) this.outputs.show(picks.map((each) => chip(state, each)), String(pick.output));
     center(this.outputs.checked);

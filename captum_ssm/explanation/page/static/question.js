@@ -18,8 +18,8 @@ export class Question {
     this.node = element("section", { class: "ask" }, this.title, this.facts);
   }
 
-  update({ example, values, pick, second, span }) {
-    if (span) {
+  update({ example, values, pick, second, span, isOneToken }) {
+    if (span && !isOneToken) {
       this.#ask(example, span);
       return;
     }

@@ -87,6 +87,7 @@ export class State {
       const { span, hop } = this.defaults;
       Object.assign(this.values, this.#first(), { b: "", map: "", span, hop });
     } else if ("t" in change) Object.assign(this.values, { n: -1, span: "" });
+    if (change.n >= 0) this.values.span = ""; // a contrast is of one output
     if ("span" in change) this.values.hop = "0";
     if (this.example !== example || "t" in change) Object.assign(this.values, FLOW_START);
     this.correct();
@@ -120,15 +121,10 @@ export class State {
 
     if (!example.pick(values.t)) values.t = defaults.t;
     this.pick = example.pick(values.t) ?? { output: 0, answer: example.outputs[0].chosen };
+    this.#correctSpan(defaults);
     values.t = example.written(this.pick);
     Object.assign(values, example.circuit(this.pick)?.corrected(values) ?? FLOW_START);
     if (this.picks.length < 2 && values.view === "pair") values.view = "one";
-    if (values.view === "pair") values.span = ""; // outputs are compared one by one
-    const { whole } = example;
-    const span = values.span && (whole?.span(values.span) ?? whole?.span(defaults.span));
-    this.span = span || (example.outputs[this.pick.output].part ?? null);
-    values.span = this.span ? this.span.join("-") : "";
-    if (!this.#hops.includes(values.hop)) values.hop = "0";
     if (values.view === "pair") {
       values.n = -1;
       const others = this.picks.map((pick) => example.written(pick));
@@ -141,11 +137,24 @@ export class State {
     if (!contrasts.includes(values.n)) values.n = contrasts[0] ?? -1;
   }
 
+  // A span of a whole answer, and its hops; a span of one token chooses that output as well.
+  #correctSpan(defaults) {
+    const { values, example } = this;
+    const { whole, outputs } = example;
+    const isPair = values.view === "pair" && this.picks.length > 1; // outputs are compared one by one
+    const span = !isPair && values.span && (whole?.span(values.span) ?? whole?.span(defaults.span));
+    this.span = span || (outputs[this.pick.output].part ?? null);
+    values.span = this.span ? this.span.join("-") : "";
+    if (this.isOneToken) this.pick = example.pick(String(example.places.get(this.span[0]))) ?? this.pick;
+    if (!this.#hops.includes(values.hop)) values.hop = "0";
+  }
+
   write() {
     if (!this.inAddress) return;
     const { values, defaults } = this;
     const changed = Object.entries(values).filter(
-      ([key, value]) => value !== defaults[key] && !(key === "b" && values.view !== "pair"),
+      ([key, value]) => (value !== defaults[key] && !(key === "b" && values.view !== "pair"))
+        || (key === "span" && value && values.t !== defaults.t),
     );
     const hash = new URLSearchParams(changed).toString();
     try {
@@ -153,6 +162,11 @@ export class State {
     } catch {
       // A frame without an address of its own: the state is kept in memory.
     }
+  }
+
+  // Whether the picked span is one token, which has answers of its own to choose from.
+  get isOneToken() {
+    return Boolean(this.span) && this.span[1] - this.span[0] === 1 && this.example.places.has(this.span[0]);
   }
 
   get #hops() {
