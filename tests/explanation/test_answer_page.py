@@ -168,7 +168,8 @@ def test_the_first_sight_tells_three_parts_and_what_the_answer_rests_on(opened):
 def test_every_hop_is_that_of_the_definition(opened, own):
     rows = ROWS if own else without_own(ROWS)
     hops = whole_answers.followed(rows, PROMPT, ANSWER)
-    reached = abs(hops).sum(1) / abs(hops[0]).sum()
+    handed_on = abs(hops[:, PROMPT:]).sum(1) / abs(hops).sum(1)
+    reached = np.cumprod([1, *handed_on])
     tab = opened("thoughts", f"own={own}")
     told = steps(tab)
     assert len(told) == len(hops) + 1

@@ -127,9 +127,10 @@ class Trace {
     if (!this.isGiven || given.rows.length < 2) this.#follow();
     this.totals = this.hops.map(({ row }) => sizeOf(row, 0, this.L));
     this.own = this.hops.map(({ row }) => sizeOf(row, this.prompt, this.L));
-    // How much of what is explained reaches a hop, and how much of a hop lies on own words.
-    this.reached = this.totals.map((total) => total / (this.totals[0] || 1));
+    // How much of a hop lies on own words, and so how much of what is explained comes as far as each hop.
     this.handedOn = this.own.map((own, k) => own / (this.totals[k] || 1));
+    this.reached = [1];
+    for (const share of this.handedOn.slice(0, -1)) this.reached.push(this.reached.at(-1) * share);
     this.all = this.#sumOf();
   }
 
