@@ -173,9 +173,9 @@ def explain(
             then the continuation.
             Default: None
         units (str or dict, optional): what relevance is summed over where it is shown:
-            ``"token"``, ``"word"``, ``"sentence"``, or ``"turn"`` of a conversation; or named
-            parts of the text,
-            ``{"subject": (0, 4)}``, each a range of characters. The rows themselves are per
+            ``"token"``, ``"word"``, ``"sentence"``, ``"line"`` of a text that has several, or
+            ``"turn"`` of a conversation; or named parts of the text, ``{"subject": (0, 4)}``, each
+            a range of characters. The rows themselves are per
             token. Default: ``"token"``
         alternatives (int, optional): how many of the other likeliest answers are explained at
             each output, in addition to the target. Default: 1
