@@ -18,6 +18,7 @@ from captum_ssm.attr.relevance import relevance_at
 from captum_ssm.capture import FrozenModel, FrozenStandIns, Request
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.embedded_ids import entries_of, is_view
+from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
@@ -126,6 +127,8 @@ class MambaLRP(TokenAttribution):
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = run(wiring=True)
+        if not is_settled(model, made_of):
+            look_for_hidden(request)
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen
 
@@ -158,6 +161,7 @@ class MambaLRP(TokenAttribution):
         frozen.warn_of_padding()
         unknown = frozen.wiring.refused or frozen.wiring.unknown or None
         warn_of_unknown(frozen.request.module, unknown)
+        warn_of_hidden(frozen.request.module)
 
 
 def has_a_rule(module: nn.Module) -> bool:

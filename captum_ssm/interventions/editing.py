@@ -285,7 +285,7 @@ def _noticed(edits: _Edits) -> Iterator[None]:
     # Calls of the modules that an intervention is about go through it, in this thread.
     modules = {edits.model, *edits.paths, *edits.linears}
     around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, _leave, edits, modules)
         _enter(edits, modules)
         stack.enter_context(bound(_EDITS, _EDITS.get() | around))

@@ -31,7 +31,7 @@ def workspace() -> Iterator[None]:
     if allocator is None:
         yield
         return
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         entered: list[Any] = []
         undo(stack, lambda: entered and (entered.pop(), allocator.leave()))
         entered.append(allocator.enter())

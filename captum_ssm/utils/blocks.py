@@ -18,7 +18,14 @@ V = TypeVar("V")
 
 
 def undo(stack: ExitStack, function: Callable[..., Any], *args: Any) -> None:
-    """Have a stack call ``function`` at its end, again where a signal interrupts the first call."""
+    """Have a stack call ``function`` at its end, again where a signal interrupts the first call.
+
+    Args:
+        stack (ExitStack): entered twice, ``with ExitStack() as stack, stack:``, so that what a
+            signal leaves over in its first exit is done in the second one.
+        function (Callable): may be called again after it was done, or was interrupted.
+        *args: what it takes.
+    """
     stack.callback(function, *args)
     stack.callback(function, *args)
 
@@ -26,7 +33,7 @@ def undo(stack: ExitStack, function: Callable[..., Any], *args: Any) -> None:
 @contextmanager
 def bound(variable: ContextVar[V], value: V) -> Iterator[None]:
     """A context variable with another value inside the block."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, variable.set, variable.get())
         variable.set(value)
         yield
@@ -50,7 +57,7 @@ class WhileOpen:
     @contextmanager
     def block(self) -> Iterator[None]:
         """A block in this thread."""
-        with ExitStack() as stack:
+        with ExitStack() as stack, stack:
             key = object()
             undo(stack, self._close, key)
             with self._lock:

@@ -266,7 +266,7 @@ def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
     Raises:
         UnsupportedModelError: for a run that wrote to memory which cannot be copied.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         copies = Copies()
         stack.push(copies.end)
         stack.push(copies.end)

@@ -35,7 +35,7 @@ _EXCHANGED: dict[FunctionType, _Exchange] = {}
 def patched_functions(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
     """Calls of some functions in this thread run another body."""
     user = _User(functions)
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, setattr, _THIS, "bodies", _THIS.bodies)
         undo(stack, user.put_back)
         user.exchange()

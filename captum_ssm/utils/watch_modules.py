@@ -46,7 +46,7 @@ def watch_modules(
     def here(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *call: function(*call) if threading.get_ident() == thread else None
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         for module in modules:
             if before is not None:
                 handle = module.register_forward_pre_hook(here(before), with_kwargs=True)

@@ -137,7 +137,7 @@ def intercepted(
 @contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
     """Have another handler compute the intercepted calls of this thread; None runs them as is."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, setattr, _THIS, "handler", _THIS.handler)
         _THIS.handler = handler
         yield
