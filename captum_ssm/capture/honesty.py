@@ -29,6 +29,7 @@ from captum_ssm.mixers.registry import channels_of, known_of
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import reloaded_in_backward
+from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.watch_modules import watch_modules
 from captum_ssm.wiring.mixing_test import halves
 
@@ -105,6 +106,7 @@ def _found(request: Request) -> str | None:
     for one in (request,) if short is None else (short, request):
         try:
             with (
+                plain_graph(),
                 on_thrown_away(one) as (of_copies, copies),
                 reloaded_in_backward(copies.root),
                 torch.inference_mode(False),

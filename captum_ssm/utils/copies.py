@@ -49,6 +49,7 @@ _SHARED = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType),
     *(types.GeneratorType, types.CoroutineType, property, staticmethod, classmethod),
 )
+_OF_GRADIENTS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -180,7 +181,9 @@ class Copies:
             # A compiled forward is that of the user's module, and copies run without a compiler.
             if name in (_MARK, "_compiled_call_impl"):
                 continue
-            if name.endswith("_hooks") and isinstance(value, dict):
+            if name in _OF_GRADIENTS:  # may change them, and listeners wait for the user's own
+                own[name] = type(value)()
+            elif name.endswith("_hooks") and isinstance(value, dict):
                 own[name] = self._mapping(value, self._hook) if value else type(value)()
             else:
                 own[name] = self._attribute(value)

@@ -370,3 +370,24 @@ def test_copies_of_a_large_object_are_given_up():
     copies = Copies()
     copies.make(model)
     assert copies.root.trainer is model.trainer
+
+
+def clipped(x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return x
+
+
+@each_method
+def test_hooks_on_gradients_do_not_change_relevance_and_are_not_told(method):
+    # They clip and scale gradients in training, or log them.
+    model, tokens, told = tiny(), ids(2, 7), []
+    truth = method(model).attribute(tokens, target=4)
+    block, mixer = model.backbone.layers[1], model.backbone.layers[0].mixer
+    mixer.register_full_backward_hook(lambda m, given, taken: told.append(m) or (given[0] / 2,))
+    mixer.register_full_backward_pre_hook(lambda m, taken: (taken[0] / 2,))
+    block.register_forward_hook(lambda m, args, output: clipped(output))
+    torch.testing.assert_close(method(model).attribute(tokens, target=4), truth)
+    assert not told
+    model(tokens).logits.sum().backward()
+    assert told == [mixer]  # the user's own still are

@@ -201,13 +201,6 @@ class Lying(torch.autograd.Function):
         return gradient
 
 
-def without_gradient(x):
-    x = ema(x)
-    if x.requires_grad:
-        x.register_hook(torch.zeros_like)
-    return x
-
-
 def normed(x):
     # By the size of all earlier tokens, which autograd does not see.
     size = x.square().mean(-1, keepdim=True).cumsum(1) / torch.arange(1, L + 1)[:, None]
@@ -253,7 +246,6 @@ REFUSED = {
     ),
     "a backward pass of its own": lambda m, x: two(m, x, Lying.apply),
     "a backward pass of its own at the end": lambda m, x: m.head(Lying.apply(m.towards(x))[:, -1]),
-    "a gradient that a hook writes": lambda m, x: two(m, x, without_gradient),
     "a hidden norm over tokens": lambda m, x: two(m, x, normed),
     "a mask that the input seeds": lambda m, x: two(m, x, masked),
     "tokens that are written to data": lambda m, x: two(m, x, written),
