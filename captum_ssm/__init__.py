@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     )
     from captum_ssm.explanation import Explanation
     from captum_ssm.explanation.make import explain
-    from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution
+    from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution, continuation_relevance
+    from captum_ssm.explanation.make.trace import Trace, trace, trace_rows
     from captum_ssm.inspection.cost import Estimate, estimate
     from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
     from captum_ssm.inspection.receptive_field.gradient import (
@@ -70,8 +71,10 @@ __all__ = [
     "SSMLLMAttribution",
     "Support",
     "TargetError",
+    "Trace",
     "UnifiedImplicitAttention",
     "UnsupportedModelError",
+    "continuation_relevance",
     "effective_receptive_field",
     "estimate",
     "explain",
@@ -80,6 +83,8 @@ __all__ = [
     "register_scan",
     "supported",
     "token_grids",
+    "trace",
+    "trace_rows",
 ]
 
 # The module of each name; those of the attribution methods are in attr.
@@ -87,6 +92,7 @@ _MODULES = {
     **dict.fromkeys(("Estimate", "estimate"), "inspection.cost"),
     **dict.fromkeys(("InputError", "ReconstructionError"), "errors"),
     **dict.fromkeys(("TargetError", "UnsupportedModelError"), "errors"),
+    **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.trace"),
     **dict.fromkeys(("hidden_attention", "token_grids"), "inspection.implicit_attention"),
     **dict.fromkeys(("Area", "ReceptiveField"), "inspection.receptive_field"),
     **dict.fromkeys(("MixerSupport", "Support", "supported"), "inspection.support"),
@@ -95,6 +101,7 @@ _MODULES = {
     "MemoryLimitError": "utils.memory",
     "effective_receptive_field": "inspection.receptive_field",
     "SSMLLMAttribution": "explanation.make.captum_llm",
+    "continuation_relevance": "explanation.make.captum_llm",
     "explain": "explanation.make",
     "register_scan": "discovery.scans",
 }

@@ -91,6 +91,27 @@ def story(
     )
 
 
+def answer_at_once() -> Example:
+    """The story, whose continuation one row explains, with two hops and a thought in front."""
+    one = story()
+    pieces, prompt = one.tokens, one.prompt
+    L, part = len(pieces), (prompt + 2, len(pieces))
+    text = "".join(token.text for token in pieces[part[0] :])
+    R = len(one.relevance["mamba-lrp"])
+    whole = Answer(text, part[0] * L + L - 1, None, 20.0, 1, R)
+    output = Output(None, (whole,), 0, role="part", part=part, hops=(R + 1, R + 2))
+    rows = np.random.default_rng(7).normal(0, 1, (3, L)).astype(np.float32)
+    rows[:, L - 1] = 0
+    return replace(
+        one,
+        outputs=(output, *one.outputs),
+        relevance={name: np.concatenate([own, rows]) for name, own in one.relevance.items()},
+        deltas={"mamba-lrp": np.full(R + 3, 0.25, np.float32)},
+        maps=(),
+        reasoning=(prompt, prompt + 2),
+    )
+
+
 def checked() -> Example:
     """The story, with a method whose order is better than all random ones, and one that is not."""
     shares = tuple(k / 10 for k in range(11))

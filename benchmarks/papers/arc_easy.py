@@ -20,7 +20,7 @@ from text import padded, unknown_id
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from captum_ssm.explanation.make.captum_llm import continuation_relevance
+from captum_ssm import continuation_relevance
 from captum_ssm.metrics import activation, bootstrap, evaluate, pruning
 
 COLUMNS = {"activation": ("AUAC ↑", 1), "pruning": ("AU-MSE ↓", 1), "right": ("Accuracy", 100)}

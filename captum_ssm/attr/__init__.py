@@ -15,6 +15,7 @@ from captum_ssm.attr.raw_attention import RawAttention
 from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.attr.rollout import MambaRollout
 from captum_ssm.attr.unified import UnifiedImplicitAttention
+from captum_ssm.capture.span_target import SpanTarget
 
 __all__ = [
     "Components",
@@ -30,6 +31,7 @@ __all__ = [
     "RawAttention",
     "RelevanceEdges",
     "RelevanceFlow",
+    "SpanTarget",
     "TokenAttribution",
     "UnifiedImplicitAttention",
     "methods",

@@ -27,6 +27,7 @@ from captum_ssm.capture import (
     with_owner,
 )
 from captum_ssm.capture.finite import check_relevance
+from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.models.token_grid import INTERPOLATIONS
 from captum_ssm.utils.allocator import workspace
@@ -213,6 +214,15 @@ class TokenAttribution(Attribution):
         """Whether a row depends on the rows of later tokens, given options of ``attribute``."""
         return False
 
+    @classmethod
+    def is_additive(cls, **options: Any) -> bool:
+        """Whether relevance of a weighted sum of scores is that sum of relevance, given options.
+
+        The relevance of a :class:`~captum_ssm.attr.SpanTarget` is then the sum of its tokens' rows,
+        each of them the same as of the text that ends there.
+        """
+        return False
+
     @workspace()
     def freeze_once(self, inputs: Any, additional_forward_args: Any = None) -> Self:
         """A copy that has run the model once, at ``inputs``, and reads every row off that run.
@@ -290,7 +300,10 @@ class TokenAttribution(Attribution):
     def _freeze(self, arguments: Arguments, **options: Any) -> FrozenModel:
         """The model, run and frozen at a call's inputs; the options are those of ``freeze``."""
         request = self._request(arguments.inputs, arguments.additional_forward_args)
-        return self._run(request, arguments.position, target=arguments.target, **options)
+        position = arguments.position
+        if position is None and isinstance(arguments.target, SpanTarget):
+            position = arguments.target  # also of a run that was frozen before
+        return self._run(request, position, target=arguments.target, **options)
 
     def _run(
         self,

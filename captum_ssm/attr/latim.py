@@ -60,8 +60,7 @@ class LaTIM(TokenAttribution):
 
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
-    **Several targets of one text** share its vectors: pass the text expanded to one row per target,
-    as ``input_ids.expand(T, -1)``.
+    Several targets of one text share its vectors: pass ``input_ids.expand(T, -1)``.
 
     Examples::
 
@@ -88,6 +87,11 @@ class LaTIM(TokenAttribution):
     def has_convergence_delta(self) -> bool:
         """True: the contributions claim to add up, and the delta says how well they do."""
         return True
+
+    @classmethod
+    def is_additive(cls, **options: Any) -> bool:
+        """Whether all contributions are made, whatever the score: there is no tolerance."""
+        return not options.get("tolerance")
 
     def _attribute(
         self,
@@ -129,13 +133,10 @@ class LaTIM(TokenAttribution):
                 ``"identity"`` or ``"gate"``. Default: ``"gate"``
             tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
                 relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
-                matter more than that are not made. Zero makes all of them. Relevance adds up to
-                the same in either case. Zero where norms and MLPs are frozen, see above.
-                Default: 0.0
+                matter more than that are not made; sums are the same. Zero where norms and MLPs are
+                frozen, see above. Default: 0.0
             return_error_bound (bool, optional): return, last, a bound ``(B,)`` on what the
-                tolerance changes: the sum over tokens of :math:`|\\text{exact} -
-                \\text{returned}|`, before it is carried from the first layer's tokens to the
-                inputs. Default: False
+                tolerance changes: the sum of sizes, at the first layer's tokens. Default: False
         """
         order = norm_order(aggregation, layer)
         self._check_score_options(aggregation, layer, grid, tolerance, return_error_bound)

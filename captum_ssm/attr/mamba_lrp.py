@@ -97,6 +97,11 @@ class MambaLRP(TokenAttribution):
         """True: relevance claims to add up to the score."""
         return True
 
+    @classmethod
+    def is_additive(cls, **options: Any) -> bool:
+        """True: the frozen network is linear."""
+        return True
+
     def _attribute(self, arguments: Arguments) -> Any:
         """Relevance of each entry of the inputs, or of each token, for the target.
 

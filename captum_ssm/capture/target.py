@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.check_inputs import usable
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording
+from captum_ssm.capture.span_target import SpanTarget, mean_of_others, shown, token_ids
 from captum_ssm.errors import InputError, TargetError, UnsupportedModelError
 from captum_ssm.utils.captum_api import select_targets
 from captum_ssm.utils.integers import as_index, as_integers
@@ -35,24 +36,32 @@ class Against:
 def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
     """The explained score ``(B,)`` of a run with its graph."""
     if isinstance(target, Against):
-        score = read_score(recording, target.target, position)
-        if isinstance(target.foil, str):
-            if target.foil != "others":
-                raise TargetError(
-                    f"against is {target.foil!r}; expected 'others', another target, or None."
-                )
-            return score - _score_of_others(recording, target.target, position)
-        return score - _score_of_foil(recording, target, position)
+        return _score_against(recording, target, position)
     logits = extract_logits(recording.output)
     target, position = _split_target(recording, target, position)
     with torch.inference_mode(False), torch.enable_grad():
-        score = _score(recording, logits, usable(target), position)
+        if isinstance(target, SpanTarget):
+            score = target.read(_of_tokens(recording, logits), counted_tokens(recording))
+        else:
+            score = _score(recording, logits, usable(target), position)
     if not bool(torch.isfinite(score).all()):
         raise InputError(
             f"the explained score is {score.tolist()}: look for NaN or Inf in the weights after "
             "the last mixer, or choose another target."
         )
     return score
+
+
+def _score_against(recording: Recording, asked: Against, position: Any) -> Tensor:
+    if not isinstance(asked.foil, str):
+        score = read_score(recording, asked.target, position)
+        return score - _score_of_foil(recording, asked, position)
+    if asked.foil != "others":
+        raise TargetError(f"against is {asked.foil!r}; expected 'others', another target, or None.")
+    if isinstance(asked.target, SpanTarget):
+        return read_score(recording, replace(asked.target, score="contrast"), position)
+    score = read_score(recording, asked.target, position)
+    return score - _score_of_others(recording, asked.target, position)
 
 
 def query_weights(
@@ -153,8 +162,16 @@ def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
 def one_query(
     position: Any, shape: tuple[int, int], mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """``(B, L)``, one at the query token: ``position``, or the last token that is no padding."""
+    """``(B, L)``, one at the query token: ``position``, or the last token that is no padding.
+
+    A span's tokens have its weights.
+    """
     B, L = shape
+    if isinstance(position, SpanTarget):
+        query = position.query(B, L, device)
+        if mask is not None and bool((query * (mask == 0)).any()):
+            raise InputError("the span holds padding; attention_mask marks the tokens to ask for.")
+        return query
     if position is not None:
         index = _positions(position, B, L, device)
         if mask is not None and not bool(mask.gather(1, index[:, None]).all()):
@@ -177,6 +194,12 @@ def _split_target(
     # a list.
     # An entry of a dense output may be named together with the token that it is read at.
     target = target.target if isinstance(target, Against) else target
+    if isinstance(target, SpanTarget):
+        if position is not None and position is not target:
+            raise TargetError(
+                f"position is {position!r}, and the target is a span, which has its own."
+            )
+        return target, target
     is_only_place = is_only_place and position is None
     if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
         return target, position
@@ -222,6 +245,16 @@ def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> 
         )
     token = token_ids(_as_tokens(target, logits), logits.shape[-1])
     return _row_of(recording, logits, position)[torch.arange(B, device=logits.device), token]
+
+
+def _of_tokens(recording: Recording, logits: Tensor) -> Tensor:
+    # The logits (B, n, V) of the tokens, which a span is read from.
+    if not _is_tokens(recording) or counted_tokens(recording) < logits.shape[1]:
+        raise TargetError(
+            f"the target is a span of tokens, and the output has shape {tuple(logits.shape)}; "
+            "expected the logits of each token, (B, L, V)."
+        )
+    return logits
 
 
 def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
@@ -278,33 +311,12 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
             "the target competes with; expected logits (B, classes) or (B, tokens, vocabulary). "
             "Pass against=None to explain the score alone, or another target as against=."
         )
-    answer = token_ids(_as_tokens(target, logits), logits.shape[-1])
-    with torch.inference_mode(False), torch.enable_grad():
-        rivals = logits.detach().float().scatter(1, answer[:, None], -torch.inf)
-        weights = torch.softmax(rivals, 1).to(logits)
-        return (torch.where(weights > 0, logits, 0) * weights).sum(1)
-
-
-def token_ids(target: Tensor, vocabulary: int) -> Tensor:
-    """Targets as ids from 0 on; as in Captum and Python, -1 is the last of the vocabulary."""
-    if bool(((target < -vocabulary) | (target >= vocabulary)).any()):
-        raise TargetError(
-            f"target is {_shown(target)}, outside the vocabulary: expected ids "
-            f"0 .. {vocabulary - 1} (or -{vocabulary} .. -1 from its end)."
-        )
-    return target % vocabulary
-
-
-def _shown(values: Tensor) -> str:
-    if values.numel() <= 16:
-        return str(values.tolist())
-    low, high = values.min().item(), values.max().item()
-    return f"of shape {tuple(values.shape)}, from {low:g} to {high:g}"
+    return mean_of_others(logits, token_ids(_as_tokens(target, logits), logits.shape[-1]))
 
 
 def _named(target: Any) -> str:
     # A tensor of many numbers by its shape.
-    return _shown(target) if torch.is_tensor(target) and target.numel() > 16 else repr(target)
+    return shown(target) if torch.is_tensor(target) and target.numel() > 16 else repr(target)
 
 
 def _as_tokens(target: Any, logits: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def _example(a: Example, b: Example) -> Example:
 
 
 def _key(row: Any) -> tuple[Any, ...]:
-    return row.output.position, row.answer.id, None if row.against is None else row.against.id
+    against = None if row.against is None else row.against.id
+    return row.output.position, row.output.part, row.answer.id, against, row.hop
 
 
 def _renumbered(output: Output, new: dict[int, int]) -> Output:
@@ -118,6 +119,7 @@ def _renumbered(output: Output, new: dict[int, int]) -> Output:
         contrasts=tuple(
             replace(one, row=new[one.row]) for one in output.contrasts if one.row in new
         ),
+        hops=tuple(new[row] for row in output.hops if row in new),
     )
 
 

@@ -106,6 +106,7 @@ class Explanation(ExplanationData):
         against: str | int | None = None,
         example: int = 0,
         units: str = "token",
+        hop: int = 0,
     ) -> np.ndarray:
         """One row of relevance.
 
@@ -121,14 +122,16 @@ class Explanation(ExplanationData):
             example (int, optional): negative from the end. Default: 0
             units (str, optional): ``"token"``, or units of the example (``"word"``,
                 ``"sentence"``, ``"span"``), over which relevance is summed. Default: ``"token"``
+            hop (int, optional): how often relevance on the continuation is handed on to what that
+                was written from, of outputs that were explained with hops. Default: 0
 
         Returns:
             numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image,
             ``(T, H, W)`` for a video, ``(T, F)`` for a series, ``(F,)`` for a row of a table.
 
         Raises:
-            ValueError: for a method, output, answer, example or units that it does not hold; the
-                message lists those that it does.
+            ValueError: for a method, output, answer, example, units or hop that it does not hold;
+                the message lists those that it does.
 
         Examples::
 
@@ -142,7 +145,8 @@ class Explanation(ExplanationData):
             raise ValueError(f"method is {method!r}; expected {' or '.join(names)}.")
         shown = _item(self.examples, example, "example")
         rows = shown.relevance[name]
-        plus, minus = _rows(_item(shown.outputs, output, "output"), answer, against)
+        of = _item(shown.outputs, output, "output")
+        plus, minus = _hop(of, hop, answer, against) if hop else _rows(of, answer, against)
         row = rows[plus] if minus is None else rows[plus] - rows[minus]
         return summed(row, spans_of(shown, units))
 
@@ -179,7 +183,8 @@ class Explanation(ExplanationData):
 
         Its columns are ``example``, ``method``, ``output`` (the token at which the answer is
         read), ``answer``, ``against`` (of a contrast, else empty), ``unit``, ``position`` (of the
-        unit's first token), ``text``, ``value`` and ``share`` (of the row's total magnitude).
+        unit's first token), ``text``, ``value``, ``share`` (of the row's total magnitude) and
+        ``hop`` (0, or how often relevance was handed on).
 
         Args:
             units (str, optional): as for :meth:`relevance`. Default: ``"token"``
@@ -292,6 +297,22 @@ def _rows(
     rows = [None if i is None else _row(output, i) for i in (plus, minus)]
     assert rows[0] is not None
     return rows[0], rows[1]
+
+
+def _hop(
+    output: Output, hop: int, answer: str | int | None, against: str | int | None
+) -> tuple[int, None]:
+    if not 0 <= hop <= len(output.hops):
+        raise ValueError(
+            f"hop is {hop}; expected 0 .. {len(output.hops)}. explain(..., hops=...) computes more."
+        )
+    is_chosen = answer is None or _answer(output, answer, "answer") == output.chosen
+    if not is_chosen or against is not None:
+        raise ValueError(
+            f"hop is {hop} and the answer is {answer!r} against {against!r}; expected hop=0 for "
+            "them: hops are computed of the chosen answer alone."
+        )
+    return output.hops[hop - 1], None
 
 
 def _row(output: Output, index: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 # What an output is: what follows a token, or of the whole input; the label of the token itself;
-# an answer that is a part of the text, and the tokens where that starts and ends.
-ROLES = NEXT, LABEL, SPAN, START, END = ("next", "label", "span", "start", "end")
+# an answer that is a part of the text, and the tokens where that starts and ends; several tokens
+# of a continuation, explained together.
+ROLES = NEXT, LABEL, SPAN, START, END, PART = ("next", "label", "span", "start", "end", "part")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Answer:
     Args:
         text (str): the token's text, the class's label, or a part of the text.
         id (int): in the model's vocabulary, or the class. An answer that is a part of a text of L
-            tokens has its first token times L plus its last one; a start or an end is a token.
+            tokens, or of a continuation, has its first token times L plus its last one; a start or
+            an end is a token.
         probability (float or None): by the model's softmax, or its sigmoid where several labels
             may hold; None for a number that is not a probability's logit, such as a
             forecast.
@@ -116,7 +118,7 @@ class Output:
 
     Args:
         position (int, optional): the token at which it is read; the answer follows it, or is its
-            label. None where the output is of the whole text, or of an image.
+            label. None where the output is of the whole text, of a part, or of an image.
         answers (tuple of Answer): the likeliest and the explained ones, by rank.
         chosen (int): the index of the answer that is explained first: the one in the text, or the
             target.
@@ -124,12 +126,17 @@ class Output:
         lens (tuple of tuple of Answer, optional): the likeliest answers after each layer, by the
             model's own final norm and head (the logit lens). Default: ``()``
         role (str, optional): ``"next"``, or ``"label"`` for a token's own label; of an answer that
-            is a part of the text ``"span"``, and ``"start"`` and ``"end"`` for where it does.
-            Default: ``"next"``
+            is a part of the text ``"span"``, and ``"start"`` and ``"end"`` for where it does; of
+            several tokens of a continuation that one row explains ``"part"``. Default: ``"next"``
         among (int, optional): how many answers the model chooses from. Default: None
         read_at (int, optional): the token from whose vector alone a model with one output for a
             whole text reads it: the last one, or one such as ``[CLS]``. None where that is not
             known, or all tokens are read. Default: None
+        part (tuple, optional): the tokens ``(first, end)`` of a continuation, ``first .. end - 1``,
+            that one row explains together. Default: None
+        hops (tuple of int, optional): the rows of hop 1, 2, ...: relevance that the chosen answer's
+            row, hop 0, has on tokens of the continuation is handed on to what these were written
+            from. Default: ``()``
 
     Examples::
 
@@ -148,6 +155,8 @@ class Output:
     role: str = NEXT
     among: int | None = None
     read_at: int | None = None
+    part: tuple[int, int] | None = None
+    hops: tuple[int, ...] = ()
 
     @property
     def reading_token(self) -> int | None:
@@ -285,6 +294,8 @@ class Example:
         circuits (tuple of dict, optional): of some of the answers, which token read which other one
             in which layer: flow graphs, of the format ``captum_ssm.flow/1``, with the answer's text
             as ``"answer"``. Default: ``()``
+        reasoning (tuple, optional): the tokens ``(first, end)`` of the continuation,
+            ``first .. end - 1``, in which the model thinks before it answers. Default: None
 
     Examples::
 
@@ -307,6 +318,7 @@ class Example:
     series: np.ndarray | None = None
     features: tuple[str, ...] = ()
     circuits: tuple[Mapping[str, Any], ...] = ()
+    reasoning: tuple[int, int] | None = None
 
     @property
     def text(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from captum_ssm.explanation.parts import ROLES, Example, Output
+from captum_ssm.explanation.parts import PART, ROLES, Example, Output
 
 
 class Damaged(ValueError):
@@ -143,6 +143,8 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
     require(lambda x: x <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
     require(lambda x: set(x) <= set(found.relevance), "deltas", found.deltas, "methods' names")
     require(lambda x: 0 <= x <= L, "prompt", found.prompt, f"0 .. {L}")
+    if found.reasoning is not None:
+        _check_tokens(found.reasoning, found.prompt, L, f"{place}.reasoning")
     F = 0 if found.series is None else found.series.shape[-1]
     require(lambda x: len(x) == F, "features", found.features, f"{F} names")
     require(bool, "outputs", found.outputs, "one or more")
@@ -181,7 +183,25 @@ def _check_output(output: Output, rows: int, L: int, place: str) -> None:
     _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")
     used = [one.row for one in output.answers if one.row is not None]
     used += [one.row for one in output.contrasts]
+    used += output.hops
     _require(all(0 <= row < rows for row in used), place, used, f"rows 0 .. {rows - 1}")
+    _check_part(output, L, place)
+
+
+def _check_part(output: Output, L: int, place: str) -> None:
+    is_part = output.part is not None
+    _require(is_part == (output.role == PART), f"{place}.part", output.part, f"None or a {PART}")
+    if output.part is not None:
+        _check_tokens(output.part, 1, L, f"{place}.part")
+        _require(output.position is None, f"{place}.position", output.position, "None of a part")
+    has_first = not output.hops or output.answers[output.chosen].row is not None
+    _require(has_first, f"{place}.hops", output.hops, "() where the chosen answer has no row")
+
+
+def _check_tokens(tokens: tuple[int, int], least: int, L: int, place: str) -> None:
+    first, end = tokens
+    is_right = least <= first < end <= L
+    _require(is_right, place, tokens, f"(first, end), {least} <= first < end <= {L}")
 
 
 def _require(is_right: bool, place: str, value: Any, expected: str) -> None:

@@ -133,8 +133,8 @@ def _entries(
             row, last = output.answers[output.chosen].row, output.position
             assert row is not None
             values = example.relevance[method][row]
-            if last is None:  # it is read from all of them
-                last = len(values) - 1
+            if last is None:  # it is read from all of them, or up to the end of a part
+                last = len(values) - 1 if output.part is None else output.part[1] - 2
             values = values[: last + 1]
             pairs = zip(values.tolist(), shares(values).tolist(), strict=True)
             for j, pair in enumerate(pairs):

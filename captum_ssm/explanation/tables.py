@@ -23,16 +23,19 @@ class Row:
     answer: Answer
     against: Answer | None
     index: int
+    hop: int = 0
 
 
 def rows_of(example: Example) -> Iterator[Row]:
-    """All rows of an example, by output: answers, then contrasts."""
+    """All rows of an example, by output: answers, then contrasts, then hops."""
     for output in example.outputs:
         for answer in output.answers:
             if answer.row is not None:
                 yield Row(output, answer, None, answer.row)
         for one in output.contrasts:
             yield Row(output, output.answers[one.answer], output.answers[one.against], one.row)
+        for k, index in enumerate(output.hops):
+            yield Row(output, output.answers[output.chosen], None, index, hop=k + 1)
 
 
 def require_texts(explanation: ExplanationData, what: str) -> None:
@@ -72,7 +75,8 @@ def to_pandas(explanation: ExplanationData, units: str) -> pandas.DataFrame:
                 against = "" if row.against is None else row.against.text
                 about = (example.name, method.name, row.output.position, row.answer.text, against)
                 for unit, (value, share) in enumerate(zip(values, shares(values), strict=True)):
-                    line = (*about, unit, bounds[unit][0], texts[unit], float(value), float(share))
+                    about_unit = (unit, bounds[unit][0], texts[unit])
+                    line = (*about, *about_unit, float(value), float(share), row.hop)
                     for name, item in zip(_COLUMNS, line, strict=True):
                         columns[name].append(item)
     return pandas.DataFrame(columns)
@@ -80,12 +84,18 @@ def to_pandas(explanation: ExplanationData, units: str) -> pandas.DataFrame:
 
 _COLUMNS = (
     *("example", "method", "output", "answer", "against"),
-    *("unit", "position", "text", "value", "share"),
+    *("unit", "position", "text", "value", "share", "hop"),
 )
 
 
 def _known(probability: float | None) -> float:
     return float("nan") if probability is None else probability
+
+
+def _target(row: Row) -> str:
+    if row.hop:
+        return f"{row.answer.text}, hop {row.hop}"
+    return row.answer.text + (f", not {row.against.text}" if row.against else "")
 
 
 def to_captum(explanation: ExplanationData) -> list[Any]:
@@ -101,9 +111,7 @@ def to_captum(explanation: ExplanationData) -> list[Any]:
             [token.text for token in example.tokens],
             predicted=row.output.answers[0].text,
             probability=_known(row.output.answers[0].probability),
-            target=row.answer.text
-            if row.against is None
-            else f"{row.answer.text}, not {row.against.text}",
+            target=_target(row),
             true=method.title,
             delta=float(example.deltas[method.name][row.index])
             if method.name in example.deltas

@@ -68,7 +68,12 @@ def same(one, other) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("name", ["found", "image"])
+@pytest.fixture(scope="module")
+def answer() -> Explanation:
+    return pages.explanation(pages.answer_at_once())
+
+
+@pytest.mark.parametrize("name", ["found", "image", "answer"])
 def test_what_is_saved_is_what_is_loaded(name, request, tmp_path):
     explanation = request.getfixturevalue(name)
     explanation.save(tmp_path / "a.json")
@@ -176,6 +181,12 @@ BOMB = base64.b64encode(zlib.compress(bytes(10**7), 9)).decode()
         ("found", ("examples", 0, "maps", 0, "layers"), ["none"], "expected layers of the file"),
         ("found", ("examples", 0, "grid"), [2, 2], "grid is .*an image's patches"),
         ("found", ("model",), ["\u202e\x1b[2J"], r"model is \['\\u202e\\x1b\[2J'\]"),
+        ("answer", ("examples", 0, "reasoning"), [3, 9], "reasoning is .* <= first < end"),
+        ("answer", ("examples", 0, "outputs", 0, "part"), [0, 5], r"part is \(0, 5\); expected"),
+        ("answer", ("examples", 0, "outputs", 0, "part"), None, "part is None; expected"),
+        ("answer", ("examples", 0, "outputs", 1, "part"), [9, 12], "expected None or a part"),
+        ("answer", ("examples", 0, "outputs", 0, "position"), 4, "position is 4; expected None"),
+        ("answer", ("examples", 0, "outputs", 0, "hops"), [999], r"expected rows 0 \.\. "),
         ("image", ("examples", 0, "image", "shape"), [1, 1, 3], "rows of 1 x 1"),
         ("image", ("examples", 0, "image", "zlib"), BOMB, "expected 768 bytes"),
     ],
@@ -338,6 +349,34 @@ def test_pandas(found):
         for t in (table, parts)
     ]
     np.testing.assert_allclose(totals[0], totals[1], rtol=1e-4, atol=1e-6)
+
+
+def test_hops_are_rows_of_their_own(answer):
+    example = answer.examples[0]
+    rows, output = example.relevance["mamba-lrp"], example.outputs[0]
+    assert example.text[-len(output.answers[0].text) :] == output.answers[0].text
+    for hop, row in enumerate((output.answers[0].row, *output.hops)):
+        assert (answer.relevance(hop=hop) == rows[row]).all()
+    table = answer.to_pandas()
+    assert table.hop.unique().tolist() == [0, 1, 2]
+    one = table[(table.method == "mamba-lrp") & (table.hop == 2)]
+    assert one.value.tolist() == rows[output.hops[1]].tolist()
+    targets = [record.attr_class for record in answer.to_captum()]
+    assert sum(text.endswith(" blue., hop 2") for text in targets) == len(answer.methods)
+    assert answer.mean().by_position[-1].key == len(example.tokens) - 2
+    zero = answer.difference(answer)
+    assert [len(one.hops) for one in zero.examples[0].outputs][:2] == [2, 0]
+    assert (zero.to_pandas().value == 0).all()
+
+
+def test_hops_that_are_not_there(answer):
+    for hop in (3, -1):
+        with pytest.raises(ValueError, match=rf"hop is {hop}; expected 0 \.\. 2"):
+            answer.relevance(hop=hop)
+    with pytest.raises(ValueError, match=r"hop is 1; expected 0 \.\. 0"):
+        answer.relevance(output=1, hop=1)
+    with pytest.raises(ValueError, match="expected hop=0 for them"):
+        answer.relevance(hop=1, against=answer.examples[0].outputs[0].answers[0].id)
 
 
 def test_captum(found, model):

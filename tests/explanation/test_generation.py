@@ -18,8 +18,8 @@ from captum_ssm import (
     SSMLLMAttribution,
     TargetError,
     UnifiedImplicitAttention,
+    continuation_relevance,
 )
-from captum_ssm.explanation.make.captum_llm import continuation_relevance
 
 matplotlib.use("Agg")
 

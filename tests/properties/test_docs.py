@@ -22,7 +22,7 @@ from typing_extensions import is_typeddict
 
 import captum_ssm
 import captum_ssm.visualization
-from captum_ssm.explanation.make.captum_llm import continuation_relevance
+from captum_ssm import continuation_relevance
 from captum_ssm.explanation.page import notebook_bundle
 
 matplotlib.use("Agg")

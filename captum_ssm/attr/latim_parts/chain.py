@@ -22,7 +22,7 @@ from torch import Tensor
 from captum_ssm.attr.latim_parts.alti import Alti, of_tiles
 from captum_ssm.attr.latim_parts.contributions import Contributions
 from captum_ssm.capture import FrozenCall, FrozenModel
-from captum_ssm.capture.target import token_ids
+from captum_ssm.capture.span_target import token_ids
 from captum_ssm.errors import TargetError
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.integers import as_integers

@@ -23,6 +23,12 @@ class MapAttribution(TokenAttribution):
         """Whether the options rescale whole maps."""
         return bool(options.get("discard_ratio") or options.get("min_max"))
 
+    @classmethod
+    def is_additive(cls, **options: Any) -> bool:
+        """Whether maps depend neither on the target nor on later tokens, and all are made."""
+        is_fixed = not (cls.needs_target(**options) or cls.reads_whole_maps(**options))
+        return is_fixed and not options.get("tolerance")
+
     def _map_options(self, **choices: Any) -> MapOptions:
         # How maps are made, for options of ``attribute``.
         return MapOptions.of(choices)

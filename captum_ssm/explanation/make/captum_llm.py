@@ -6,28 +6,14 @@ import warnings
 from copy import copy
 from typing import Any
 
-import torch
 from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAttribution
 from torch import Tensor
 
 from captum_ssm.attr import TokenAttribution
-from captum_ssm.capture import is_model, resolve_model, unwrap
-from captum_ssm.capture.check_inputs import as_ids
-from captum_ssm.capture.model import extract_logits
-from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.rows import Question, rows
-from captum_ssm.explanation.make.run import Run
-from captum_ssm.utils.integers import as_index
+from captum_ssm.capture import is_model, unwrap
+from captum_ssm.explanation.make.continuation import Continued, check_attr_target
+from captum_ssm.explanation.make.trace import trace
 from captum_ssm.utils.vocabulary import require_known, unknown_in_prompt
-
-ATTR_TARGETS = ("logit", "log_prob")
-# Options of ``attribute`` that the continuation sets.
-EXCLUDED = {
-    "target": "the continuation is the target",
-    "position": "each token is explained at the position that predicts it",
-    "return_convergence_delta": "the result holds no delta",
-    "additional_forward_args": "one text needs no mask",
-}
 
 
 class SSMLLMAttribution(LLMGradientAttribution):
@@ -44,7 +30,8 @@ class SSMLLMAttribution(LLMGradientAttribution):
         tokenizer (TokenizerLike): with ``encode``, ``decode`` and ``convert_ids_to_tokens``, as
             Captum asks of it.
         attr_target (str, optional): the explained score of a token: ``"logit"``, as in the
-            papers, or ``"log_prob"``, as in Captum. Methods that ignore the target ignore it;
+            papers; ``"log_prob"``, as in Captum; or ``"contrast"``, its logit minus the mean logit
+            of all other tokens by their probabilities. Methods that ignore the target ignore it;
             Captum's own methods always explain the log probability. Default: ``"logit"``
 
     Raises:
@@ -66,7 +53,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
     SUPPORTED_METHODS = (*LLMGradientAttribution.SUPPORTED_METHODS, TokenAttribution)
 
     def __init__(self, attr_method: Any, tokenizer: Any, attr_target: str = "logit") -> None:
-        _check_attr_target(attr_target)
+        check_attr_target(attr_target)
         needed = ("encode", "decode", "convert_ids_to_tokens")
         missing = [name for name in needed if not callable(getattr(tokenizer, name, None))]
         if missing:
@@ -159,6 +146,8 @@ def continuation_relevance(
     prompt: Tensor,
     continuation: Tensor,
     *,
+    span: tuple[int, int] | None = None,
+    hops: int | None = None,
     attr_target: str = "logit",
     internal_batch_size: int = 8,
     **options: Any,
@@ -169,82 +158,47 @@ def continuation_relevance(
         method (TokenAttribution): a method of this library.
         prompt (Tensor): token ids ``(1, P)`` or ``(P,)``.
         continuation (Tensor): token ids ``(T,)``.
-        attr_target, internal_batch_size (optional): as for :class:`SSMLLMAttribution` and its
-            ``attribute``.
+        span (tuple of int, optional): explain the sum of these tokens' scores in one row, the
+            first and the last of them, from 0 on, negative from the end: at the cost of one row.
+            None with ``hops`` is the whole continuation. Default: None
+        hops (int, optional): follow what falls on tokens of the continuation back to what made the
+            model write them, so many times, as :func:`trace` does. Default: None
+        attr_target (str, optional): as for :class:`SSMLLMAttribution`.
+        internal_batch_size (int, optional): how many tokens of the continuation are explained at a
+            time, by methods that need gradients. Default: 8
         **options: the method's own.
 
     Returns:
         Tensor: ``(T, P + T - 1)``. Row k explains continuation token k, predicted at position
-        P - 1 + k; it is zero for the tokens after that position.
+        P - 1 + k; it is zero for the tokens after that position. With ``span`` or ``hops``
+        ``(K + 1, P + T - 1)``, a row per hop, where K is ``hops`` or 0.
 
     Raises:
         ValueError: for an empty prompt or continuation, ids of another shape or outside the
-            vocabulary, an ``internal_batch_size`` below 1, or options that the position sets.
+            vocabulary, an ``internal_batch_size`` below 1, a span outside the continuation, or
+            options that the position sets.
         TypeError: for a prompt or continuation that is no tensor of integers, or a method of
             another library.
 
     Examples::
 
-        >>> rows = continuation_relevance(RawAttention(model), input_ids, torch.tensor([4, 5]))
+        >>> rows = captum_ssm.continuation_relevance(
+        ...     RawAttention(model), input_ids, torch.tensor([4, 5])
+        ... )
         >>> rows.shape
         torch.Size([2, 8])
     """
-    _check_attr_target(attr_target)
-    for name, why in EXCLUDED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"{name} was given, but {why}; remove it.")
-    if not isinstance(method, TokenAttribution):
-        raise TypeError(
-            f"method is a {type(method).__name__}; expected a method of captum_ssm, such as "
-            "MambaLRP(model)."
+    if span is not None or hops is not None:
+        traced = trace(
+            method,
+            prompt,
+            continuation,
+            span=span,
+            hops=0 if hops is None else hops,
+            score=attr_target,
+            internal_batch_size=internal_batch_size,
+            **options,
         )
-    for name, value in (("prompt", prompt), ("continuation", continuation)):
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"the {name} is a {type(value).__name__}; expected a tensor of token ids, as "
-                "a tokenizer's encode(..., return_tensors='pt') returns."
-            )
-    prompt = prompt[None] if prompt.dim() == 1 else prompt
-    if prompt.dim() != 2 or len(prompt) != 1 or prompt.numel() == 0:
-        raise InputError(
-            f"the prompt has shape {tuple(prompt.shape)}; expected the ids of one text, "
-            "(1, P) or (P,)."
-        )
-    if continuation.dim() != 1 or continuation.numel() == 0:
-        raise InputError(
-            f"the continuation has shape {tuple(continuation.shape)}; expected token ids "
-            "(T,), at least one. A text may be tokenized to nothing: give the ids then."
-        )
-    step = as_index(internal_batch_size)
-    if step is None or step < 1:
-        raise ValueError(
-            f"internal_batch_size is {internal_batch_size!r}; expected an integer from 1 on."
-        )
-    model = resolve_model(method.forward_func, method.model)
-    prompt = as_ids("the prompt", prompt, model)
-    continuation = as_ids("the continuation", continuation, model)
-    if attr_target == "log_prob":
-        method = _for_log_probabilities(method)
-    ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
-    tokens = enumerate(continuation.tolist(), prompt.shape[1] - 1)
-    questions = [Question(i, token) for i, token in tokens]
-    return rows(method, Run(unwrap(model)), ids, questions, step=step, **options)[0]
-
-
-def _for_log_probabilities(method: TokenAttribution) -> TokenAttribution:
-    model = method.forward_func
-
-    def log_probabilities(*args: Any, **kwargs: Any) -> Tensor:
-        return extract_logits(model(*args, **kwargs)).log_softmax(-1)
-
-    if not is_model(model) and method.model is None:
-        return method
-    normalized = copy(method)
-    normalized.model = model if method.model is None else method.model
-    normalized.forward_func = log_probabilities
-    return normalized
-
-
-def _check_attr_target(attr_target: str) -> None:
-    if attr_target not in ATTR_TARGETS:
-        raise ValueError(f"attr_target is {attr_target!r}; expected one of {ATTR_TARGETS}.")
+        return traced.relevance
+    step = internal_batch_size
+    return Continued.of(method, prompt, continuation, attr_target, step, options).rows()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.attr import TokenAttribution
+from captum_ssm.attr import SpanTarget, TokenAttribution
 from captum_ssm.capture import resolve_model
 from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.progress import progress
@@ -21,12 +21,14 @@ class Question:
     """What one row explains: an answer, a token's id or a class, perhaps against another one.
 
     The position is that of the token at which it is read; None where the output is of the whole
-    input.
+    input. What is explained of a language model's token is a score of
+    :class:`~captum_ssm.attr.SpanTarget`, where it is not its logit.
     """
 
     position: int | None
     answer: int
     against: int | None = None
+    explained: str = "logit"
 
     @property
     def is_target(self) -> bool:
@@ -164,7 +166,7 @@ def _attributed(
         inputs = inputs.expand(len(questions), *inputs.shape[1:])
     extra = run.extra(inputs)
     if needs_target and questions[0].is_target and run.is_plain:
-        selects = {"target": [question.place(question.answer) for question in questions]}
+        selects = {"target": _targets(questions)}
     elif needs_target or _has_place_of_its_own(questions[0], run):
         places = torch.tensor(positions, device=inputs.device) if is_text else None
         method, selects, extra = _of_scores(method, run, questions), {"position": places}, None
@@ -177,6 +179,15 @@ def _attributed(
     if whole and is_text:
         relevance = nn.functional.pad(relevance, (0, length - relevance.shape[1]))
     return relevance, delta
+
+
+def _targets(questions: Sequence[Question]) -> Any:
+    # The target of a batch, one row for each question.
+    explained = questions[0].explained
+    if explained == "logit":
+        return [question.place(question.answer) for question in questions]
+    positions = [[question.position] for question in questions]
+    return SpanTarget(positions, [[question.answer] for question in questions], score=explained)
 
 
 def _has_place_of_its_own(question: Question, run: Run) -> bool:

@@ -92,6 +92,7 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
             for unit, spans in example.units.items()
         },
         "rows": {name: packed(rows) for name, rows in found.items()},
+        **({} if example.reasoning is None else {"reasoning": list(example.reasoning)}),
     }
 
 
@@ -139,6 +140,8 @@ def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
         "lens": [[_answer(answer) for answer in layer] for layer in output.lens],
+        **({} if output.part is None else {"part": list(output.part)}),
+        **({"hops": list(output.hops)} if output.hops else {}),
     }
 
 

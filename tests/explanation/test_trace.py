@@ -1,0 +1,230 @@
+"""Whole answers as one target, and hops along the words that the model wrote itself."""
+
+import pytest
+import torch
+from families import build
+from models import ids, tiny, without_biases
+from torch import Tensor
+
+from captum_ssm import (
+    InputError,
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    RelevanceFlow,
+    TargetError,
+    UnifiedImplicitAttention,
+    continuation_relevance,
+    trace,
+    trace_rows,
+)
+from captum_ssm.attr import SpanTarget
+
+METHODS = {
+    "raw": (RawAttention, {}),
+    "rollout": (MambaRollout, {"normalize_rows": True}),
+    "whole maps": (MambaRollout, {"min_max": True, "discard_ratio": 0.3}),
+    "unified rollout": (UnifiedImplicitAttention, {"aggregation": "rollout"}),
+    "latim": (LaTIM, {"activation": "silu"}),
+    "latim of a layer": (LaTIM, {"layer": 1, "aggregation": "alti"}),
+    "lrp": (MambaLRP, {}),
+}
+POSITIONS, TOKENS, WEIGHTS = [5, 6, 8], [3, 9, 20], [1.0, 0.5, -2.0]
+PROMPT = 5
+
+
+def text(length: int = 11) -> tuple[Tensor, Tensor]:
+    tokens = ids(1, length)
+    return tokens[:, :PROMPT], tokens[0, PROMPT:]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_span_is_the_weighted_sum_of_its_tokens(name):
+    kind, options = METHODS[name]
+    method, inputs = kind(tiny()), ids(2, 10)
+    found = method.attribute(inputs, target=SpanTarget(POSITIONS, TOKENS, WEIGHTS), **options)
+    rows = [
+        weight * method.attribute(inputs, target=(position, token), **options)
+        for position, token, weight in zip(POSITIONS, TOKENS, WEIGHTS, strict=True)
+    ]
+    torch.testing.assert_close(found, sum(rows), rtol=1e-5, atol=1e-5)
+    assert method.is_additive(**options) == (name != "whole maps")
+
+
+@pytest.mark.parametrize("score", ["logit", "log_prob", "contrast"])
+def test_the_score_of_a_span_is_that_of_its_tokens(score):
+    model, inputs = tiny(), ids(2, 10)
+    logits = model(inputs).logits
+    at = logits[:, POSITIONS]
+    answer = at[:, range(3), TOKENS]
+    if score == "log_prob":
+        answer = at.log_softmax(-1)[:, range(3), TOKENS]
+    if score == "contrast":
+        rest = torch.ones_like(at).scatter(
+            2, torch.tensor(TOKENS)[None, :, None].expand(2, 3, 1), 0
+        )
+        weights = at.softmax(-1) * rest
+        answer = answer - (weights * at).sum(-1) / weights.sum(-1)
+    target = SpanTarget(POSITIONS, TOKENS, WEIGHTS, score)
+    expected = (answer * torch.tensor(WEIGHTS)).sum(1)
+    torch.testing.assert_close(target.read(logits, 10), expected)
+
+
+def test_each_example_has_its_own_span():
+    method, inputs = MambaLRP(tiny()), ids(2, 10)
+    positions, tokens = [[2, 5], [7, -1]], [[3, 4], [5, -1]]
+    found = method.attribute(inputs, target=SpanTarget(positions, tokens))
+    for k in range(2):
+        alone = method.attribute(inputs[k : k + 1], target=SpanTarget(positions[k], tokens[k]))
+        torch.testing.assert_close(found[k : k + 1], alone)
+
+
+def test_edges_of_a_span_are_the_sum_of_those_of_its_tokens():
+    flow, inputs = RelevanceFlow(tiny()), ids(1, 10)
+    whole = flow.edges(inputs, SpanTarget(POSITIONS, TOKENS, WEIGHTS))
+    each = [flow.edges(inputs, pair) for pair in zip(POSITIONS, TOKENS, strict=True)]
+    for name, edges in whole.items():
+        parts = [w * one[name].matrix() for w, one in zip(WEIGHTS, each, strict=True)]
+        torch.testing.assert_close(edges.matrix(), sum(parts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_run_reads_a_span():
+    inputs, target = ids(1, 10), SpanTarget(POSITIONS, TOKENS)
+    method = RawAttention(tiny())
+    again = method.freeze_once(inputs).attribute(inputs, target=target)
+    assert torch.equal(again, method.attribute(inputs, target=target))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SpanTarget([1], [2, 3]), "same shape"),
+        (lambda: SpanTarget([], []), "at least one token"),
+        (lambda: SpanTarget([1.5], [2]), "expected integers"),
+        (lambda: SpanTarget([1], [2], score="prob"), "score is 'prob'"),
+        (lambda: SpanTarget([1, 2], [2, 3], [1.0]), "one weight per token"),
+    ],
+)
+def test_bad_spans_are_named(make, message):
+    with pytest.raises(TargetError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        (SpanTarget([99], [1]), {}, "sequence of 10 tokens"),
+        (SpanTarget([9], [1000]), {}, "outside the vocabulary"),
+        (SpanTarget([9], [1]), {"position": 3}, "which has its own"),
+        (SpanTarget([[9], [8], [7]], [[1]] * 3), {}, "3 rows for a batch of 1"),
+    ],
+)
+def test_spans_that_do_not_fit_the_text_are_named(target, options, message):
+    with pytest.raises(TargetError, match=message):
+        MambaLRP(tiny()).attribute(ids(1, 10), target=target, **options)
+
+
+def test_a_span_that_holds_padding_is_named():
+    mask = torch.ones(1, 10, dtype=torch.long)
+    mask[:, :3] = 0
+    with pytest.raises(InputError, match="padding"):
+        RawAttention(tiny()).attribute(
+            ids(1, 10),
+            target=SpanTarget([2, 5], [1, 2]),
+            additional_forward_args={"attention_mask": mask},
+        )
+
+
+@pytest.mark.parametrize("name", [*METHODS, "attribution"])
+@pytest.mark.parametrize("signs", ["net", "positive"])
+def test_hops_are_those_of_the_matrix_of_rows(name, signs):
+    kind, options = METHODS.get(name, (MambaAttribution, {}))
+    method, (prompt, continuation) = kind(tiny()), text()
+    rows = continuation_relevance(method, prompt, continuation, **options)
+    found = trace(method, prompt, continuation, span=(-3, -2), hops=3, signs=signs, **options)
+    scores = None
+    if name == "lrp" or name == "latim":
+        logits = tiny()(ids(1, 10)).logits[0, PROMPT - 1 :]
+        scores = logits.gather(1, continuation[:, None])[:, 0]
+    expected = trace_rows(rows, PROMPT, scores=scores, span=(3, 4), hops=3, signs=signs)
+    torch.testing.assert_close(found.relevance, expected.relevance, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.kept, expected.kept, rtol=1e-4, atol=1e-5)
+    assert found.span == (3, 4)
+    assert found.relevance.shape == (4, 10)
+
+
+def test_all_hops_together_are_the_closed_form():
+    # r_prompt + r_gen (I - R_gen,gen)^-1 R_gen,prompt, with rows that add up to one.
+    generator = torch.Generator().manual_seed(0)
+    T = 7
+    rows = torch.rand(T, PROMPT + T - 1, generator=generator, dtype=torch.float64)
+    for k in range(T):
+        rows[k, PROMPT + k :] = 0
+    shares = rows / rows.sum(1, keepdim=True)
+    own, given = shares[:, PROMPT:], shares[:, :PROMPT]
+    inverse = torch.linalg.inv(torch.eye(T - 1, dtype=torch.float64) - own[:-1])
+    expected = rows[-1, :PROMPT] + rows[-1, PROMPT:] @ inverse @ given[:-1]
+    found = trace_rows(rows, PROMPT, span=(-1, -1), least=0.0)
+    torch.testing.assert_close(found.total[:PROMPT], expected)
+    assert float(found.total[PROMPT:].abs().sum()) < 1e-12
+    torch.testing.assert_close(found.total.sum(), rows[-1].sum())
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "rwkv"])
+def test_a_hop_adds_up_to_what_the_one_before_handed_on(family):
+    model = without_biases(build(family))
+    prompt, continuation = text()
+    found = trace(MambaLRP(model), prompt, continuation, hops=3)
+    handed = (found.relevance - found.kept).sum(1)
+    missed = handed[:-1] - found.relevance[1:].sum(1) - found.delta[1:]
+    assert float(missed.abs().max()) < 1e-5 * float(found.relevance.abs().sum())
+
+
+def test_a_trace_ends_where_little_is_left():
+    rows = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.5, 0.0, 0.5]])
+    found = trace_rows(rows, 1, span=(2, 2), least=0.1)
+    assert found.hops == 1
+    assert found.handed_on.tolist() == pytest.approx([0.5, 0.1])
+    assert trace_rows(rows, 1, span=(2, 2), least=0.0).hops == 2
+    assert trace_rows(rows, 1, span=(2, 2), hops=5).relevance.shape == (6, 3)
+
+
+def test_tokens_without_a_positive_score_keep_their_relevance():
+    rows = torch.tensor([[-1.0, 0.0], [0.4, 0.6]])
+    found = trace_rows(rows, 1, span=(1, 1))
+    assert found.hops == 0
+    assert found.total.tolist() == pytest.approx([0.4, 0.6])
+
+
+def test_continuation_relevance_returns_a_row_per_hop():
+    prompt, continuation = text()
+    method = MambaLRP(tiny())
+    one = continuation_relevance(method, prompt, continuation, span=(2, 4))
+    each = continuation_relevance(method, prompt, continuation)
+    assert one.shape == (1, 10)
+    torch.testing.assert_close(one[0], each[2:5].sum(0), rtol=1e-5, atol=1e-5)
+    assert continuation_relevance(method, prompt, continuation, hops=2).shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(span=(3, 99)), "span is"),
+        (dict(span=(4, 3)), "span is"),
+        (dict(span="all"), "span is"),
+        (dict(hops=-1), "hops is -1"),
+        (dict(signs="both"), "signs is 'both'"),
+        (dict(least=2), "least is 2"),
+        (dict(score="prob"), "attr_target is 'prob'"),
+    ],
+)
+def test_bad_questions_about_an_answer_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        trace(RawAttention(tiny()), *text(), **options)
+
+
+def test_rows_of_another_shape_are_named():
+    with pytest.raises(InputError, match=r"\(T, P \+ T - 1\)"):
+        trace_rows(torch.ones(3, 4), prompt=4)
