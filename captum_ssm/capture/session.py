@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +22,7 @@ from captum_ssm.capture.request import Request
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
 from captum_ssm.mixers.registry import nearest_misses, outermost, supported_classes
-from captum_ssm.utils.blocks import WhileOpen, bound, undo
+from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager, undo
 from captum_ssm.utils.copies import Copies, copied, original, running
 from captum_ssm.utils.offload import reloaded_in_backward
 

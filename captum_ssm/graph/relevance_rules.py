@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from captum_ssm.graph.kinds import (
     kind_of,
 )
 from captum_ssm.graph.node_rules import BENDING, RULES, is_mean_of_channels, rule_of
+from captum_ssm.utils.blocks import contextmanager
 
 
 @contextmanager

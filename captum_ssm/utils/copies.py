@@ -21,7 +21,7 @@ import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.utils.blocks import WhileOpen, bound, undo
+from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager, undo
 from captum_ssm.utils.clones import Clones
 
 V = TypeVar("V")

@@ -11,11 +11,11 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import CodeType, FunctionType
 from typing import Any
 
-from captum_ssm.utils.blocks import undo
+from captum_ssm.utils.blocks import contextmanager, undo
 
 # Takes the function, one with its own body, and the arguments of a call.
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]

@@ -10,7 +10,6 @@ rows are shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from captum_ssm.graph.reachability import is_read_past
 from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.reordered import in_order
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import tensors_in, with_first
 from captum_ssm.wiring.cuts import MixerCut
 from captum_ssm.wiring.wiring import Wiring
