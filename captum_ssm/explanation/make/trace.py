@@ -219,11 +219,10 @@ class _Asked:
 
 
 def _ends(span: Any, length: int) -> tuple[int, int]:
-    ends = [as_index(end) for end in span] if isinstance(span, (tuple, list)) else []
-    if len(ends) == 2 and None not in ends:
-        first, last = (end + length if end < 0 else end for end in ends)  # type: ignore[operator]
-        if 0 <= first <= last < length:
-            return first, last
+    indices = [as_index(end) for end in span] if isinstance(span, (tuple, list)) else []
+    ends = [end + length if end < 0 else end for end in indices if end is not None]
+    if len(ends) == len(indices) == 2 and 0 <= ends[0] <= ends[1] < length:
+        return ends[0], ends[1]
     raise InputError(
         f"span is {span!r}; expected the first and the last token of the answer, among the "
         f"{length} of the continuation: 0 .. {length - 1} (or -{length} .. -1 from the end)."
