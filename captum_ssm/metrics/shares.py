@@ -59,13 +59,14 @@ def part_shares(
         raise ValueError(f"signs is {signs!r}; expected one of {SIGNS}.")
     counted = {"positive": rows.clamp(min=0), "net": rows, "size": rows.abs()}[signs]
     whole = counted.sum(1)
-    options = {"resamples": resamples, "level": level, "seed": seed}
     return {
         name: bootstrap(
             counted[:, _positions(name, part, rows.shape[1])].sum(1),
             whole,
             statistic=lambda part, whole: part.sum() / whole.sum(),
-            **options,
+            resamples=resamples,
+            level=level,
+            seed=seed,
         )
         for name, part in parts.items()
     }
