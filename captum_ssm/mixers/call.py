@@ -152,10 +152,7 @@ class MixerCall:
         return mask.to(self.output.device, self.dtype)
 
     def state(self, convert: Callable[[Tensor], Tensor] = by_channel) -> Tensor | None:
-        """The state that the recurrence begins with, ``(B, N, D)``; None for zero.
-
-        ``convert`` makes it of the form that the model's own cache has.
-        """
+        """The state ``(B, N, D)`` at first, of the cache's form by ``convert``; None for zero."""
         return None if self.past is None else self.past.tokens_of(convert)
 
     def before(self, x: Tensor, count: int) -> Tensor | None:
