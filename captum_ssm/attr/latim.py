@@ -58,9 +58,8 @@ class LaTIM(TokenAttribution):
     what it returns counts to the token at its center. Sums are kept, and a map is blurred by the
     size of the kernel.
 
-    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
-
-    Several targets of one text share its vectors: pass ``input_ids.expand(T, -1)``.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. Several targets of one
+    text share its vectors: pass ``input_ids.expand(T, -1)``.
 
     Examples::
 

@@ -22,6 +22,7 @@ from captum_ssm.attr.segments import (
     with_places,
 )
 from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
 from captum_ssm.capture.target import read_score
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
@@ -206,6 +207,8 @@ class MambaLRP(TokenAttribution):
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = run(wiring=True)
+        if not is_settled(model, made_of):
+            look_for_hidden(request)
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen
 
@@ -238,6 +241,7 @@ class MambaLRP(TokenAttribution):
         frozen.warn_of_padding()
         unknown = frozen.wiring.refused or frozen.wiring.unknown or None
         warn_of_unknown(frozen.request.module, unknown)
+        warn_of_hidden(frozen.request.module)
 
 
 def of_states(rules: StateStandIns) -> dict[str, StateRelevance]:

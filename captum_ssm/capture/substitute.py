@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import LinearCalls
 from captum_ssm.mixers.registry import frozen_by, is_own
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import running
 from captum_ssm.utils.nested import detached, first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import is_offloaded, weights_loaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.past import Past, by_channel
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property

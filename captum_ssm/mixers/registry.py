@@ -35,6 +35,8 @@ class Known:
         unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
         honest (frozenset, optional): what its graphs are made of that were found to tell the truth.
             Default: frozenset()
+        hidden (str, optional): what in it depends on tokens in a way that autograd does not show.
+            Default: None
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
             its adapter computes. Default: None
     """
@@ -46,6 +48,7 @@ class Known:
     made_of: frozenset[Any] | None = None
     unknown: str | None = None
     honest: frozenset[Any] = frozenset()
+    hidden: str | None = None
     right: Any = None
 
 
