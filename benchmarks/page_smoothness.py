@@ -9,9 +9,9 @@ and a frame of a 60th of a second has room for 16 ms of it.
     python benchmarks/page_smoothness.py --tokens 1000 10000 30000
     python benchmarks/page_smoothness.py --tokens 5000 --answer 1000
 
-With ``--answer``, the last tokens are a whole answer, which one row and its hops explain, and a click
-is a step from hop to hop; with ``--rows`` as well, each of its tokens has a row, and the page computes
-the hops itself.
+With ``--answer``, the last tokens are a whole answer, which one row and its hops explain, and a
+click is a step from hop to hop; with ``--rows`` as well, each of its tokens has a row, and the page
+computes the hops itself.
 """
 
 from __future__ import annotations

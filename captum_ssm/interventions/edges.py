@@ -86,23 +86,45 @@ class EdgesElsewhere:
         Returns:
             Tensor: ``(B, R, D)``, or ``(1, R, D)``.
         """
+        if self.mean:
+            return self._mean_along(rows, edges)
         N, b = self.operator.batch, len(rows)
-        at_once = 1 if self.mean or b == 1 else N
-        parts = []
-        for index, chosen in zip(rows.split(at_once), edges.split(at_once), strict=True):
-            alpha = self.operator.rows(index.expand(N, -1))
-            part = carried(alpha, self.values, chosen)
-            parts.append(part.mean(0, keepdim=True) if self.mean else part)
+        at_once = 1 if b == 1 else N
+        parts = [
+            carried(self.operator.rows(index.expand(N, -1)), self.values, chosen)
+            for index, chosen in zip(rows.split(at_once), edges.split(at_once), strict=True)
+        ]
         found = torch.cat(parts)
-        return found if self.mean else found.repeat(batch // len(found), 1, 1)
+        return found.repeat(batch // len(found), 1, 1)
+
+    def _mean_along(self, rows: Tensor, edges: Tensor) -> Tensor:
+        # The mean of an edge is the same in all examples: it is taken once for each token.
+        N, L, D = self.values.shape
+        M = max(self.operator.maps, edges.shape[1])
+        v = self.values.unflatten(-1, (M, -1))
+        chosen = edges.repeat_interleave(M // edges.shape[1], 1).transpose(1, 2)
+        chosen = chosen[..., None, :].to(v.dtype)  # (b, R, M, 1, L)
+        found = v.new_zeros(*rows.shape, D)
+        step = max(1, tile_entries(1 << 24) // (L * max(N * M, D)))
+        for tokens in rows.unique().split(step):
+            alpha = self.operator.rows(tokens.expand(N, -1))
+            alpha = alpha.repeat_interleave(M // self.operator.maps, 1)
+            each = torch.einsum("nmrj,njmp->rmjp", alpha, v) / N
+            for token, mean in zip(tokens, each, strict=True):
+                of_token = rows == token
+                found[of_token] = (chosen[of_token] @ mean).flatten(1)
+        return found
 
     def by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
         """What each of E edges carries, ``(E, D)``, where the operator knows entries."""
-        N, E = self.operator.batch, len(target)
+        N = self.operator.batch
+        own = torch.zeros_like(example) if self.mean else example % N
+        edges, at = torch.stack([own, target, source]).unique(dim=1, return_inverse=True)
         if not self.mean:
-            return self._by_edge(example % N, target, source)
-        each = torch.arange(N, device=target.device).repeat_interleave(E)
-        return self._by_edge(each, target.repeat(N), source.repeat(N)).view(N, E, -1).mean(0)
+            return self._by_edge(*edges)[at]
+        every = edges.repeat_interleave(N, 1)
+        every[0] = torch.arange(N, device=at.device).repeat(edges.shape[1])
+        return self._by_edge(*every).view(-1, N, self.values.shape[-1]).mean(1)[at]
 
     def _by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
         alpha = entries(self.operator, example, target, source)

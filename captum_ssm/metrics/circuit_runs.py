@@ -94,15 +94,16 @@ class CircuitRuns:
 
     def logits(self, kept: Sequence[Sequence[Edge]], *, remove: bool = False) -> Tensor:
         """The logits of the runs with each of K sets of edges, or without them: ``(K, B, V)``."""
+        sets = list(dict.fromkeys(map(tuple, kept)))  # each once
         found = []
-        for start in range(0, len(kept), self.at_once):
-            part = kept[start : start + self.at_once]
+        for start in range(0, len(sets), self.at_once):
+            part = sets[start : start + self.at_once]
             joined = _joined(part, self.request.batch)
             with torch.no_grad(), circuit(self.model, joined, remove=remove, **self.options):
                 output = extract_logits(repeated(self.request, len(part)).run())
             rows = None if self.rows is None else self.rows.repeat(len(part))
             found.append(_answers(output, rows).unflatten(0, (len(part), -1)))
-        return torch.cat(found)
+        return torch.cat(found)[[sets.index(tuple(one)) for one in kept]]
 
     def scores(self, logits: Tensor) -> Tensor:
         """The scores ``(..., B)`` of logits ``(..., B, V)``, in float64."""

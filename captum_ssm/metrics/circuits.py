@@ -233,20 +233,20 @@ def circuit_faithfulness(
             formulation=edges.formulation,
             rule=edges.rule,
         )
-    most, B = counts[-1], request.batch
-    sets = _prefixes(ranked(edges, B, most, by), counts)
-    only = runs.logits([[], *sets])
+    sets, wrong = (
+        [] if ranking is None else _prefixes(ranked(ranking, request.batch, counts[-1], by), counts)
+        for ranking in (edges, control)
+    )
+    only = runs.logits([[], *sets, *wrong])
+    only, of_foil = only.split([1 + len(sets), len(wrong)])
     without = runs.logits(sets, remove=True)
-    of_foil = None
-    if control is not None:
-        of_foil = runs.logits(_prefixes(ranked(control, B, most, by), counts))
     scores, best = runs.scores(only), only.argmax(-1)
     return CircuitFaithfulness(
         counts,
         kept=_is(best[1:], runs.target).T,
         removed=_is(without.argmax(-1), runs.target).T,
         scores=scores[1:].T,
-        control=None if of_foil is None else _is(of_foil.argmax(-1), runs.foil).T,
+        control=None if control is None else _is(of_foil.argmax(-1), runs.foil).T,
         whole=runs.scores(runs.whole),
         none=scores[0],
         kept_whole=_is(runs.whole.argmax(-1), runs.target),

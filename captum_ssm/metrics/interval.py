@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -74,14 +75,16 @@ def bootstrap(
         )
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; expected 0 < level < 1.")
-    function = statistic or (lambda *v: v[0].mean())
     wide = [v.detach().double().cpu() for v in values]
 
-    def of_samples(drawn: np.ndarray) -> float:
-        return float(function(*(v[drawn] for v in wide)))
+    def of_samples(drawn: np.ndarray, axis: int | None = None) -> Any:
+        if statistic is None:
+            return each[drawn].mean(axis)
+        return float(statistic(*(v[drawn] for v in wide)))
 
     indices = np.arange(B)
-    value = of_samples(indices) if B else float("nan")
+    each = wide[0].reshape(B, -1).mean(1).numpy() if B else indices
+    value = float(of_samples(indices)) if B else float("nan")
     if B < 2:
         return Interval(value, value, value, B)
 
@@ -93,7 +96,7 @@ def bootstrap(
         of_samples,
         n_resamples=resamples,
         batch=100,  # as much of the B x resamples indices is in memory at once
-        vectorized=False,
+        vectorized=statistic is None,
         confidence_level=level,
         method="percentile",
         rng=seed,
