@@ -7,6 +7,11 @@ and a frame of a 60th of a second has room for 16 ms of it.
 
     python benchmarks/page_smoothness.py
     python benchmarks/page_smoothness.py --tokens 1000 10000 30000
+    python benchmarks/page_smoothness.py --tokens 5000 --answer 1000
+
+With ``--answer``, the last tokens are a whole answer, which one row and its hops explain, and a
+click is a step from hop to hop; with ``--rows`` as well, each of its tokens has a row, and the page
+computes the hops itself.
 """
 
 from __future__ import annotations
@@ -21,10 +26,12 @@ from statistics import median
 import numpy as np
 from playwright.sync_api import CDPSession, sync_playwright
 
+from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.page import page_html
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import pages
+import whole_answers
 
 SCROLL = """async (frames) => {
     const text = document.querySelector(".text");
@@ -38,8 +45,9 @@ SCROLL = """async (frames) => {
     }
     return times.slice(1).map((time, k) => time - times[k]);
 }"""
-CLICK = """async (output) => {
-    const chip = document.querySelectorAll(".chips button")[output];
+CLICK = """async ([options, number]) => {
+    const all = document.querySelectorAll(options);
+    const chip = all[number % all.length];
     const start = performance.now();
     chip.click();
     const script = performance.now() - start;
@@ -62,11 +70,22 @@ def busy(session: CDPSession) -> float:
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
+def made(tokens: int, args: argparse.Namespace) -> Explanation:
+    """What is shown: a text whose tokens are explained, or one with a whole answer."""
+    if not args.answer:
+        return pages.long(tokens)
+    long = whole_answers.long_rows if args.rows else whole_answers.long
+    return whole_answers.explained(long(tokens - args.answer, args.answer))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 10_000])
     parser.add_argument("--frames", type=int, default=300)
+    parser.add_argument("--answer", type=int, default=0)
+    parser.add_argument("--rows", action="store_true")
     args = parser.parse_args()
+    options = "[aria-label=Steps] button" if args.answer else ".chips button"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         sys.exit("There is no chromium on the path; expected Debian's package chromium.")
@@ -76,7 +95,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium)
         for tokens in args.tokens:
             path = Path(folder) / f"{tokens}.html"
-            path.write_text(page_html(pages.long(tokens)), "utf-8")
+            path.write_text(page_html(made(tokens, args)), "utf-8")
             page = browser.new_page(viewport={"width": 1240, "height": 900})
             page.goto(path.as_uri())
             opened = page.evaluate(OPENED)
@@ -86,7 +105,7 @@ def main() -> None:
             before = busy(session)
             frames = page.evaluate(SCROLL, args.frames)
             work = (busy(session) - before) / args.frames
-            clicks = [page.evaluate(CLICK, k % 7) for k in range(1, 12)]
+            clicks = [page.evaluate(CLICK, [options, k % 7]) for k in range(1, 12)]
             script, frame = (median(times) for times in zip(*clicks, strict=True))
             print(
                 f"| {tokens} | {path.stat().st_size / 2**20:.2f} MiB | {opened:.0f} ms "

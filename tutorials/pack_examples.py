@@ -3,13 +3,14 @@
 Weights become float16, which halves the wheel; the answers stay (tests/examples). Each model gets
 the input of `captum_ssm.examples.sample`, and the copying model a tokenizer.
 
-    python tutorials/pack_examples.py
+    python tutorials/pack_examples.py                    # or the names of some models
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 from copying_demo import letters
@@ -23,6 +24,10 @@ from captum_ssm.examples.digits import held_out_digits
 HERE = Path(__file__).resolve().parent
 
 TEXTS = {
+    "chains": "a = c; f = 31; p = f; k = 17; c = n; e = p; n = k; b = e; ? a =",
+    "documents": "document 1: Anna has a red ball in Rome since Monday. "
+    "document 2: Tom has a blue kite in Oslo since Friday. say a pink hat in Paris since Sunday! "
+    "document 3: Mia has a green cup in Cairo since Tuesday. ? What does Anna have? a",
     "stories": "The bird near the dogs sings. The dogs near the bird",
     "reviews": "I saw it with my funny sister. The plot was not good, but the music was moving.",
     "copying": "q w e r t y u i o p a s d f g h j k l z <SEP> q w e r t y u i o p a s",
@@ -57,7 +62,7 @@ def write_sample(name: str, path: Path) -> None:
 
 
 def main() -> None:
-    for name in names():
+    for name in sys.argv[1:] or names():
         source, target = HERE / "models" / name, folder(name)
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)

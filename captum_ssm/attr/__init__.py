@@ -8,7 +8,7 @@ from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.latim import LaTIM
 from captum_ssm.attr.mamba_attribution import MambaAttribution
-from captum_ssm.attr.mamba_lrp import MambaLRP
+from captum_ssm.attr.mamba_lrp import MambaLRP, StateRelevance
 from captum_ssm.attr.maps.maps import MapChoices
 from captum_ssm.attr.options import Option
 from captum_ssm.attr.raw_attention import RawAttention
@@ -32,6 +32,7 @@ __all__ = [
     "RelevanceEdges",
     "RelevanceFlow",
     "SpanTarget",
+    "StateRelevance",
     "TokenAttribution",
     "UnifiedImplicitAttention",
     "methods",

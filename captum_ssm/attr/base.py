@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.models.token_grid import INTERPOLATIONS
 from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.captum_api import Attribution, TargetType, is_tuple, log_usage
 from captum_ssm.utils.memory import memory_limit
 from captum_ssm.utils.progress import showing

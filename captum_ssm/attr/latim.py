@@ -20,9 +20,9 @@ from captum_ssm.attr.latim_parts.layer_map import (
     query_row,
 )
 from captum_ssm.attr.latim_parts.residual_stream import UnreadStreamError, norms_and_head, stream_of
-from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance import warn_of_unruled
+from captum_ssm.attr.relevance_stand_ins import has_a_rule, with_leaves
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.utils.allocator import workspace
@@ -58,9 +58,8 @@ class LaTIM(TokenAttribution):
     what it returns counts to the token at its center. Sums are kept, and a map is blurred by the
     size of the kernel.
 
-    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
-
-    Several targets of one text share its vectors: pass ``input_ids.expand(T, -1)``.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. Several targets of one
+    text share its vectors: pass ``input_ids.expand(T, -1)``.
 
     Examples::
 

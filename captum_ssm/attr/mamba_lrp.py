@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm.attr.base import TokenAttribution, delta
-from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.attr.options import Arguments
-from captum_ssm.attr.relevance import relevance_at
-from captum_ssm.capture import FrozenModel, FrozenStandIns, Request
-from captum_ssm.capture.check import Rebuilt
-from captum_ssm.capture.embedded_ids import entries_of, is_view
-from captum_ssm.capture.model import input_embeddings
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, StateStandIns, with_leaves
+from captum_ssm.attr.segments import (
+    COMPARED,
+    FormStandIns,
+    SegmentedRun,
+    check_text,
+    compare,
+    place_after,
+    with_places,
+)
+from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
+from captum_ssm.capture.target import read_score
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
     is_settled,
@@ -26,20 +31,31 @@ from captum_ssm.capture.unknown_mixers import (
     settle,
     warn_of_unknown,
 )
-from captum_ssm.discovery.frozen_scans import scans_frozen
-from captum_ssm.discovery.search import MeasuredAdapter
-from captum_ssm.errors import InputError
-from captum_ssm.graph.relevance_rules import is_norm, ruled
-from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers.parts import activation_factor
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.captum_api import format_output
 from captum_ssm.utils.memory import limited_graph, memory_limit
-from captum_ssm.utils.nested import tensors_in
 from captum_ssm.wiring.ledger import structure
 
-# Where relevance of an input is read, and of which entries it is; None for all.
-Leaves = Sequence[tuple[Tensor, Tensor | None]]
+
+class StateRelevance(NamedTuple):
+    """Relevance of what a layer had kept of earlier tokens when it was called.
+
+    Args:
+        state (Tensor, optional): of the state, in the shape that the cache holds it in: of a
+            recurrence ``(B, D, N)`` or ``(B, H, N, P)``, of attention that of the cached values,
+            ``(B, H, tokens, P)``. None where there was none.
+        tails (tuple of Tensor): of the last inputs of its convolutions, ``(B, K, D)``. Cached keys
+            count as constants: theirs is zero.
+    """
+
+    state: Tensor | None
+    tails: tuple[Tensor, ...]
+
+    @property
+    def total(self) -> Tensor:
+        """All of it, ``(B,)``."""
+        parts = [*self.tails, *([] if self.state is None else [self.state])]
+        return sum_of([part.double().flatten(1).sum(1) for part in parts])
 
 
 StandIns = TypeVar("StandIns", bound="RelevanceStandIns")
@@ -101,19 +117,68 @@ class MambaLRP(TokenAttribution):
         """True: the frozen network is linear."""
         return True
 
-    def _attribute(self, arguments: Arguments) -> Any:
+    def _attribute(
+        self, arguments: Arguments, *, segment: int | None = None, return_states: bool = False
+    ) -> Any:
         """Relevance of each entry of the inputs, or of each token, for the target.
 
         The delta is the score minus the sum of relevance: what the bias terms contribute, and what
-        parts of the model that could not be frozen fail to conserve.
+        parts of the model that could not be frozen fail to conserve. A cache in
+        ``additional_forward_args`` holds what tokens before the inputs have left in each layer;
+        that gets relevance of its own, which counts in the sum.
+
+        Args:
+            segment (int, optional): explain a text in segments of so many tokens, with the memory
+                of one, whatever its length, and the same result. The model's mixers have to be
+                recurrent, and tokens may be joined by their states alone; the target is read in the
+                last segment. Default: None, as a whole
+            return_states (bool, optional): return, last, relevance of what each layer began with,
+                a dict of :class:`~captum_ssm.attr.StateRelevance` by the names of the mixers; empty
+                without a cache. Default: False
         """
-        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
-        rules, frozen = self._propagated(request, arguments, RelevanceStandIns)
-        score = frozen.require_score()
-        relevance = rules.relevance(score)
+        request = self._request(arguments.inputs, arguments.additional_forward_args)
+        if segment is not None and check_text(request, segment) < request.inputs[0].shape[1]:
+            result, score = self._in_segments(request, arguments, segment)
+            states: dict[str, StateRelevance] = {}
+        else:
+            request = with_leaves(request)
+            rules, frozen = self._propagated(request, arguments, StateStandIns)
+            score = frozen.require_score()
+            relevance = rules.relevance(score)
+            self._warn(frozen)
+            result, states = of_inputs(frozen, relevance), of_states(rules)
+        results = [result]
+        if arguments.return_convergence_delta:
+            left = delta(score, result)
+            results.append(left - sum(one.total.to(left) for one in states.values()))
+        results += [states] if return_states else []
+        return result if len(results) == 1 else tuple(results)
+
+    def _in_segments(
+        self, request: Request, arguments: Arguments, segment: int
+    ) -> tuple[Any, Tensor]:
+        # Relevance of a long text, and its score.
+        tokens = request.inputs[0].shape[1]
+        compared = 2 * min(segment, COMPARED, tokens // 2)
+        # The last segments end where the text ends.
+        starts = [0, *range(tokens % segment or segment, tokens, segment)]
+
+        def asked(place: Callable[[int], int]) -> Arguments:
+            target, position = with_places(arguments.target, arguments.position, place)
+            return replace(arguments, target=target, position=position)
+
+        last = asked(place_after(starts[-1], tokens))
+        begin = request.of_tokens(0, compared)
+        rules, frozen = self._propagated(begin, asked(lambda _: compared - 1), FormStandIns)
         self._warn(frozen)
-        result = of_inputs(frozen, relevance)
-        return (result, delta(score, result)) if arguments.return_convergence_delta else result
+        forms, score_of = rules.forms, partial(read_score, target=last.target)
+        with memory_limit(self.memory_limit):
+            if self.check:
+                compare(SegmentedRun(begin, forms, (0, compared // 2), self.get_name()))
+            run = SegmentedRun(request, forms, starts, self.get_name())
+            run.forward()
+            relevance, score = run.backward(partial(score_of, position=last.position))
+        return format_output(request.packed, (relevance.to(request.inputs[0].device),)), score
 
     def _propagated(
         self, request: Request, arguments: Arguments, stand_ins: Callable[[Request], StandIns]
@@ -131,6 +196,8 @@ class MambaLRP(TokenAttribution):
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = run(wiring=True)
+        if not is_settled(model, made_of):
+            look_for_hidden(request)
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen
 
@@ -163,149 +230,14 @@ class MambaLRP(TokenAttribution):
         frozen.warn_of_padding()
         unknown = frozen.wiring.refused or frozen.wiring.unknown or None
         warn_of_unknown(frozen.request.module, unknown)
+        warn_of_hidden(frozen.request.module)
 
 
-def has_a_rule(module: nn.Module) -> bool:
-    """Whether a module outside the mixers is replaced, or holds leaves."""
-    return isinstance(module, nn.Embedding) or is_norm(module) or _is_activation(module)
-
-
-def _is_activation(module: nn.Module) -> bool:
-    # Activations of torch are single nodes of the graph, with a rule of their own; the rule of
-    # tanh does not know the argument where tanh saturates.
-    return isinstance(module, nn.Tanh) or type(module).__module__ == "transformers.activations"
-
-
-class RelevanceStandIns(FrozenStandIns):
-    """Frozen forms of mixers, norms and activations, and the leaves at which relevance is read."""
-
-    keeps_mixers = False
-    hides_graphs = False  # its rules are for the nodes
-
-    def __init__(self, request: Request) -> None:
-        super().__init__()
-        self.inputs = request.inputs
-        self.table = input_embeddings(request.module)
-        self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
-
-    def around(self, root: nn.Module) -> AbstractContextManager[None]:
-        return scans_frozen(root)
-
-    def begin(self) -> None:
-        super().begin()
-        self.embedded.clear()
-
-    def picks(self, module: nn.Module) -> bool:
-        """Whether calls of a module outside of the mixers are looked at."""
-        return has_a_rule(module)
-
-    def needs_graph(self, module: nn.Module) -> bool:
-        adapter = find_adapter(module)
-        return adapter is None or not self.replaces(adapter)
-
-    def replaces(self, adapter: Callable[..., Any]) -> bool:
-        # A measured mixer runs as it is, its scans frozen where they are called.
-        return not isinstance(adapter, MeasuredAdapter)
-
-    def takes(self, call: MixerCall) -> bool:
-        return True
-
-    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
-        return Rebuilt.of(mixer.detach_coefficients(), call)
-
-    def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
-        starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
-        with ruled([output.grad_fn], starts):
-            return super().pulled(output, leaves, gradient)
-
-    def other(self, call: MixerCall) -> Tensor | None:
-        if isinstance(call.module, nn.Embedding):
-            return self._embedding(call)
-        if is_norm(call.module):
-            norm = FrozenNorm.of(call)
-            return None if norm is None else norm(first_input(call))
-        return _activation(call)
-
-    def starts(self) -> list[Tensor]:
-        """Where the graph begins: embeddings, and inputs of floats."""
-        return [
-            *(leaf for _, _, leaf in self.embedded),
-            *(x for x in self.inputs if x.requires_grad),
-        ]
-
-    def relevance(self, score: Tensor) -> list[Tensor]:
-        """The relevance of each input's entries, in its shape: of an id that of its embedding."""
-        return self.of_inputs(lambda leaves: relevance_at(leaves, score))
-
-    def of_inputs(self, relevance_of: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Relevance of each input's entries, from a function that gives that of leaves."""
-        inputs = self.inputs
-        leaves: list[Leaves] = [
-            [(x, None)] if x.is_floating_point() else self._leaves(x) for x in inputs
-        ]
-        remaining = iter(relevance_of([leaf for part in leaves for leaf, _ in part]))
-        return [
-            sum_of([_of_entries(entries, next(remaining), x) for _, entries in part])
-            for x, part in zip(inputs, leaves, strict=True)
-        ]
-
-    def _leaves(self, ids: Tensor) -> Leaves:
-        # The embeddings of ids, from one table or several, and the entries that they are of.
-        embeddings = [
-            ((leaf, entries), module, is_view(indices, ids))
-            for module, indices, leaf in self.embedded
-            if (entries := entries_of(indices, ids)) is not None
-        ]
-        # The table that was given the very ids embeds tokens, whichever it is. Among equal copies,
-        # which may be positions, only the model's own table is known to do so.
-        surely = [leaf for leaf, module, view in embeddings if view or module is self.table]
-        leaves = surely or [leaf for leaf, _, _ in embeddings]
-        known = torch.zeros(ids.numel(), dtype=torch.bool)
-        for _, entries in leaves:
-            known[entries] = True
-        if not bool(known.all()):
-            raise InputError(
-                f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
-                f"{tuple(ids.shape)}, by torch.nn.Embedding, so the start of the propagation is "
-                "not known; expected all, as a whole or in views of them, such as columns. Explain "
-                "the embeddings instead, or pass what is not ids in additional_forward_args."
-            )
-        if not surely and len({id(module) for _, module, _ in embeddings}) > 1:
-            raise ValueError(
-                "several embedding tables were given ids equal to the inputs (positions, perhaps), "
-                "so the one that embeds the tokens is not known; give the model a "
-                "get_input_embeddings() that returns it, or explain the embeddings instead."
-            )
-        return leaves
-
-    def _embedding(self, call: MixerCall) -> Tensor | None:
-        # A table that was given the ids. A table of positions may be too: `_leaves` tells.
-        indices = next(tensors_in((call.args, call.kwargs)))
-        ids = (x for x in self.inputs if not x.is_floating_point())
-        if all(entries_of(indices, x) is None for x in ids):
-            return None
-        leaf = call.output.detach().clone().requires_grad_(True)
-        self.embedded.append((call.module, indices, leaf))
-        return leaf
-
-
-def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Tensor:
-    # Relevance of an input of floats, or of embeddings of some entries of one of ids.
-    if entries is None:
-        return relevance
-    total = relevance.new_zeros(inputs.numel())
-    total.index_add_(0, entries.flatten().to(total.device), relevance.sum(-1).flatten())
-    return total.view(inputs.shape)
-
-
-def with_leaves(request: Request) -> Request:
-    """The request with its floating inputs as leaves of a graph."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
-
-    with torch.inference_mode(False):
-        return replace(request, inputs=tuple(map(leaf, request.inputs)))
+def of_states(rules: StateStandIns) -> dict[str, StateRelevance]:
+    """Relevance of what mixers began with, by their names."""
+    return {
+        path: StateRelevance(past.state, tuple(past.tails)) for path, past in rules.of_pasts.items()
+    }
 
 
 def of_inputs(frozen: FrozenModel, relevance: Sequence[Tensor]) -> Any:
@@ -322,16 +254,3 @@ def _of_input(frozen: FrozenModel, tensor: Tensor, relevance: Tensor) -> Tensor:
     if mask is not None and relevance.shape[:2] == mask.shape and relevance.dim() <= 3:
         relevance = relevance * mask.reshape(*mask.shape, *[1] * (relevance.dim() - 2))
     return relevance.to(tensor.device)
-
-
-def _activation(call: MixerCall) -> Tensor | None:
-    x = first_input(call).to(call.output.dtype)
-
-    def function(x: Tensor) -> Tensor:
-        return type(call.module).forward(call.module, x)
-
-    with torch.no_grad():
-        if float(function(x.new_zeros(1))) != 0:
-            return None  # a gate
-        factor = activation_factor(function, x)
-    return x * factor

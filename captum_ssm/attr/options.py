@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from typing_extensions import Unpack, get_type_hints
 
 # Results of ``_attribute`` that are asked for by keyword and are no options of a method.
-RESULTS = ("return_error_bound",)
+RESULTS = ("return_error_bound", "return_states")
 _ARGUMENTS = """\
     inputs (Tensor, tuple of Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``, or
         floats of any shape ``(B, ...)``: series, images, videos, volumes; a tuple of several, as
@@ -153,7 +153,7 @@ def documented(attribute: Callable[..., Any], method: Callable[..., Any]) -> Cal
     signature = inspect.signature(attribute)
     shared = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     # A stable sort: options of the method stand before ``return_convergence_delta``.
-    last = ("return_convergence_delta", "return_error_bound", "show_progress")
+    last = ("return_convergence_delta", *RESULTS, "show_progress")
     keywords = [p for p in [*shared, *own.values()] if p.kind is p.KEYWORD_ONLY]
     keywords.sort(key=lambda p: last.index(p.name) + 1 if p.name in last else 0)
     parameters = [

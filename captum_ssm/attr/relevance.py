@@ -63,7 +63,7 @@ def coefficients_at(
             gradients_at(leaves, score)  # raises if there is no gradient either
             raise of_constants()
     warn_of_unruled(unknown, share)
-    _warn_of_added(added_coefficients(carries))
+    warn_of_added(added_coefficients(carries))
     return gradients
 
 
@@ -81,12 +81,14 @@ def warn_of_unruled(functions: Collection[str], share: float | None = None) -> N
         )
 
 
-def _warn_of_added(coefficients: Collection[str]) -> None:
+def warn_of_added(coefficients: Collection[str]) -> None:
+    """Warn of coefficients that are added to, or joined with, what relevance goes through."""
     if coefficients:
         warnings.warn(
             f"the model adds the result of {', '.join(coefficients)} to what relevance goes "
-            "through; expected to be a factor, as in a gate. It counts as a constant, so its share "
-            "of the score is missing from the relevance. The convergence delta says how much.",
+            "through, or joins them; expected to be a factor, as in a gate. It counts as a "
+            "constant, so its share of the score is missing from the relevance. The convergence "
+            "delta says how much.",
             UserWarning,
             stacklevel=2,
         )

@@ -22,8 +22,9 @@ from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.shift import with_shifts
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of
-from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs, with_leaves
+from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs
 from captum_ssm.attr.options import Arguments
+from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.target import Against
 from captum_ssm.graph.in_place import seen_in_views

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from captum_ssm.capture.model import input_embeddings, is_model, is_wrapped, parameter_names, unwrap
 from captum_ssm.errors import InputError
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.captum_api import format_additional_forward_args
 
 _EXPECTED = (

@@ -26,6 +26,7 @@ from captum_ssm.capture.unknown_mixers import find_unknown_mixers
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.past import STALE
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.nested import detached
@@ -102,6 +103,7 @@ def freeze(
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
         weights = query_weights(recording, found, position, target)
+    _check_begun(recording, substitution)
     device, dtype = recording.device, recording.calls[0].dtype
     return FrozenModel(
         request,
@@ -192,6 +194,29 @@ class _Plan:
         if wiring is None or not wiring.is_simple or len(wiring.orders) != len(recording.calls):
             return run(wiring=True)
         return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
+
+
+def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> None:
+    # Maps of the new tokens alone would leave out what these read of earlier ones.
+    begun = next((call for call in recording.calls if call.past is not None), None)
+    if begun is not None and not (substitution is not None and substitution.takes_pasts):
+        raise UnsupportedModelError(
+            f"{begun.path} is called with a cache that is not empty, so its tokens read a state "
+            "that no map of them shows; expected the whole text, without a cache. MambaLRP alone "
+            "explains from a cache: its states get relevance of their own."
+        )
+    # A window drops tokens.
+    kept = [c for c in recording.calls if getattr(c.module, "sliding_window", None) is None]
+    counts = (c.past.tokens for c in kept if c.past is not None)
+    before = {n for n in counts if n is not None}
+    mask = recording.arguments.get("attention_mask")
+    if len(before) > 1 or (before and torch.is_tensor(mask)):
+        told = "no attention_mask" if mask is None else f"attention_mask {tuple(mask.shape)}"
+        raise InputError(
+            f"layers of attention hold {sorted(before)} tokens in the cache, and there is {told}; "
+            "expected as many tokens in each, and no mask, as it is of the inputs alone and the "
+            f"model would hide tokens by it. {STALE}"
+        )
 
 
 def _check_tokens(inputs: Tensor, tokens: int) -> None:

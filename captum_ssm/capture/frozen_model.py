@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.reordered import ReorderedMixer
 from captum_ssm.models.token_grid import TokenGrid
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.integers import as_index, as_integers
 from captum_ssm.utils.lazy import cached_property

@@ -29,6 +29,7 @@ from captum_ssm.mixers.registry import channels_of, known_of
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import reloaded_in_backward
+from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.watch_modules import watch_modules
 from captum_ssm.wiring.mixing_test import halves
 
@@ -46,7 +47,12 @@ _LEAST = 1e-3
 _OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
 
 
-@repeated
+HIDDEN = (
+    "depends on tokens in a way that autograd does not show (a detach() or torch.no_grad() around "
+    "some of them, a straight-through estimator, or a backward pass of its own)"
+)
+
+
 def check_honesty(request: Request, structure: frozenset[Any]) -> None:
     """Raise where tokens are made of what the graph between the mixers does not show.
 
@@ -58,18 +64,41 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
         UnsupportedModelError: naming what is made so.
     """
     known = known_of(request.module)
-    if structure <= known.honest or any(p.is_inference() for p in request.module.parameters()):
+    if structure <= known.honest:
         return
-    found = _found(request)
+    found = look_for_hidden(request)
     if found is not None:
         raise UnsupportedModelError(
-            f"{found} depends on tokens in a way that autograd does not show (a detach() or "
-            "torch.no_grad() around some of them, a straight-through estimator, or a backward pass "
-            "of its own), so that it cannot be told which row of a map is read where. Expected "
-            "mixers that are connected by differentiable operations. The maps of single layers are "
-            "right all the same (captum_ssm.hidden_attention)."
+            f"{found} {HIDDEN}, so that it cannot be told which row of a map is read where. "
+            "Expected mixers that are connected by differentiable operations. The maps of single "
+            "layers are right all the same (captum_ssm.hidden_attention)."
         )
     known.honest |= structure
+
+
+def warn_of_hidden(model: nn.Module) -> None:
+    """Warn where :func:`look_for_hidden` last found something in a model."""
+    found = known_of(model).hidden
+    if found is not None:
+        warnings.warn(
+            f"{found} {HIDDEN}, so relevance may be missing, or lie on other tokens. It is right "
+            "where only coefficients are hidden, such as gates and norms.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+@repeated
+def look_for_hidden(request: Request) -> str | None:
+    """The name of what is made of tokens in a way that its graph does not show, and remember it.
+
+    Args:
+        request (Request): as for :func:`check_honesty`.
+    """
+    known = known_of(request.module)
+    if not any(p.is_inference() for p in request.module.parameters()):
+        known.hidden = _found(request)
+    return known.hidden
 
 
 def _found(request: Request) -> str | None:
@@ -77,6 +106,7 @@ def _found(request: Request) -> str | None:
     for one in (request,) if short is None else (short, request):
         try:
             with (
+                plain_graph(),
                 on_thrown_away(one) as (of_copies, copies),
                 reloaded_in_backward(copies.root),
                 torch.inference_mode(False),
@@ -174,8 +204,8 @@ def _hidden(request: Request) -> str | None:
                 for (name, a), (_, b) in zip(after, run.ends, strict=True)
             ]
             least = _LEAST * max(float(change.amax()) for _, change in moved)
-            for (name, change), expected in zip(moved, promise(steps), strict=True):
-                if not bool(((expected == 0) & (change > least)).any()):
+            for (name, change), depends in zip(moved, promise(steps), strict=True):
+                if not bool((~depends & (change > least)).any()):
                     continue
                 held = [one.detach() for one in run.starts]
                 again = _Run(request, held, run.results)().ends
@@ -217,8 +247,9 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
 def _promises(
     ends: Sequence[Tensor], starts: Sequence[Tensor]
 ) -> Callable[[list[Tensor]], list[Tensor]] | None:
-    # A function of steps: how much the graph says that each token of the ends changes. None where
-    # a part of the graph cannot be differentiated twice.
+    # A function of steps: whether each token of the ends depends on a moved one, as the graph says.
+    # None where a part of the graph cannot be differentiated twice. A moved token is not a number,
+    # which a derivative of zero passes on, such as that of a saturated tanh.
     live = [end for end in ends if end.requires_grad]
     duals = [torch.zeros_like(end, requires_grad=True) for end in live]
     try:
@@ -228,7 +259,7 @@ def _promises(
 
     def promise(steps: list[Tensor]) -> list[Tensor]:
         pairs = [
-            (one, step)
+            (one, step.masked_fill(step != 0, torch.nan))
             for one, step in zip(back, steps, strict=True)
             if one is not None and one.requires_grad
         ]
@@ -240,6 +271,6 @@ def _promises(
             )
         of_live = iter(found)
         changes = [next(of_live) if end.requires_grad else torch.zeros_like(end) for end in ends]
-        return [change.detach().abs().amax(-1) for change in changes]
+        return [(change.detach() != 0).any(-1) for change in changes]
 
     return promise

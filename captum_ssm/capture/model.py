@@ -24,8 +24,9 @@ def is_model(value: Any) -> bool:
 
 def is_wrapped(value: Any) -> TypeIs[Envoy]:
     """Whether ``value`` is an nnsight model."""
-    loaded = sys.modules.get("nnsight.intervention.envoy")
-    return loaded is not None and isinstance(value, loaded.Envoy)
+    # Another thread may be importing it.
+    envoy = getattr(sys.modules.get("nnsight.intervention.envoy"), "Envoy", None)
+    return envoy is not None and isinstance(value, envoy)
 
 
 def unwrap(model: nn.Module | Envoy) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.utils.blocks import bound
+from captum_ssm.utils.blocks import bound, contextmanager
 
 # In this thread, what notes that a run drew random numbers.
 _NOTED: ContextVar[list[bool] | None] = ContextVar("captum_ssm_random", default=None)

@@ -26,10 +26,10 @@ from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.capture.visits import Visits, is_table
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import bound_arguments
-from captum_ssm.utils.checkpoints import without_checkpoints
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import detached, tensors_in
+from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.progress import Bar
 from captum_ssm.utils.retry import retry_with_copies
 from captum_ssm.wiring.cuts import RunCuts
@@ -116,7 +116,7 @@ def _record_once(
     grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
     with (
         without_compiler(),
-        without_checkpoints(),
+        plain_graph(),
         torch.inference_mode(False),
         grad_mode(),
         instrumented(request) as (of_copies, copies),

@@ -78,7 +78,7 @@ def record_remotely(request: Request) -> Recording:
     envoys = [by_module[module] for module in mixers]
     modules: list[nn.Module] = list(mixers)
     absent = [i for i, module in enumerate(modules) if _is_absent(module)]
-    with ExitStack() as stack, torch.inference_mode(False):
+    with ExitStack() as stack, stack, torch.inference_mode(False):
         undo(stack, _forget_names, root)
         visits, weights = _ask(model, request.remote, envoys, arguments, absent)
     paths = list(mixers.values())

@@ -194,10 +194,19 @@ class Request:
         if isinstance(mask, Tensor) and mask.shape == (B, L):
             first = min(int((mask[0] != 0).int().argmax()), L - 32)
 
+        return self.of_tokens(first, first + 32, slice(1))
+
+    def of_tokens(self, first: int, stop: int, examples: slice = slice(None)) -> Request:
+        """A request for tokens ``first .. stop - 1`` of a text, and for some of its examples.
+
+        Arguments are cut where they have an axis of tokens.
+        """
+        text = self.inputs[0]
+
         def cut(value: Any) -> Any:
-            if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] != L:
+            if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] != text.shape[1]:
                 return value
-            return value[:1, first : first + 32]
+            return value[examples, first:stop]
 
         named = {name: cut(value) for name, value in self.named.items()}
         positional = tuple(map(cut, self.positional))

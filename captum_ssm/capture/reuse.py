@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from captum_ssm.discovery.scans import KeptScans
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.call import LinearCalls
+from captum_ssm.utils.blocks import contextmanager
 
 # Results of all mixers together are kept up to so many bytes. Those of later mixers are computed
 # again when they are frozen.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +22,7 @@ from captum_ssm.capture.request import Request
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
 from captum_ssm.mixers.registry import nearest_misses, outermost, supported_classes
-from captum_ssm.utils.blocks import WhileOpen, bound, undo
+from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager, undo
 from captum_ssm.utils.copies import Copies, copied, original, running
 from captum_ssm.utils.offload import reloaded_in_backward
 
@@ -206,7 +206,7 @@ def traced(
     blocks = [partial(_visiting, watch(copies.root, "root"), look_at_root)]
     blocks += [partial(_visiting, watch(m, f"of.{path}"), look_at) for m, path in points.items()]
     interleaver.mediators = [*edits, *map(_mediator, blocks)]
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, interleaver.cancel)
         with interleaver:
             result = run()
@@ -260,19 +260,28 @@ def _edits_of(model: Any, copies: Copies) -> tuple[dict[nn.Module, str], list[An
     return names, edits
 
 
-@cache
 def load_nnsight() -> None:
     """Import nnsight, and leave the process as it was before.
 
     Its import gives every object a ``save`` attribute and replaces ``torch.Tensor.backward``. Both
     are taken back, and what put them there is forgotten, so that a user's own import brings them.
+    Other threads wait meanwhile.
     """
+    with _LOADED.block():
+        pass
+
+
+@cache
+def _load_nnsight() -> None:
     if "nnsight" in sys.modules:
         return  # the user's
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, _forget_nnsight, torch.Tensor.backward)
         import nnsight.intervention.envoy
         import nnsight.intervention.iterator  # noqa: F401
+
+
+_LOADED = WhileOpen(_load_nnsight, lambda: None)
 
 
 def _forget_nnsight(backward: Any) -> None:

@@ -98,7 +98,11 @@ class SpanTarget:
         return (self.scores(logits, length) * self.at(len(logits), length, logits.device)[1]).sum(1)
 
     def scores(self, logits: Tensor, length: int) -> Tensor:
-        """The score of each token ``(B, S)``, not weighted; arguments as for :meth:`read`."""
+        """The score of each token ``(B, S)``, not weighted; arguments as for :meth:`read`.
+
+        Raises:
+            TargetError: as for :meth:`read`.
+        """
         batch, n, vocabulary = logits.shape
         rows = self.at(batch, length, logits.device)[0] - (length - n)
         if bool((rows < 0).any()):

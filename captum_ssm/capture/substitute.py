@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.graph.reachability import is_closed
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import LinearCalls
-from captum_ssm.mixers.registry import is_own
+from captum_ssm.mixers.registry import frozen_by, is_own
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import running
 from captum_ssm.utils.nested import detached, first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import is_offloaded, weights_loaded
@@ -60,12 +61,14 @@ class FrozenStandIns:
     Attributes:
         keeps_mixers (bool): whether the frozen mixers are needed after the run.
         hides_graphs (bool): whether the own graph of a mixer that is measured may be one node.
+        takes_pasts (bool): whether mixers may begin with what a cache holds.
         keeps_outputs (bool): whether what the mixers returned is. Default: False
         kept_bytes (float): of graphs, before they are made anew in the backward pass.
     """
 
     keeps_mixers: ClassVar[bool] = True
     hides_graphs: ClassVar[bool] = True
+    takes_pasts: ClassVar[bool] = False
 
     def __init__(self, *, keeps_outputs: bool = False) -> None:
         self.keeps_outputs = keeps_outputs
@@ -100,7 +103,7 @@ class FrozenStandIns:
         given = replace(call, result=detached(call.result), linears=self._linears)
         is_kept = self._keeps(call)
         with without_autocast(), weights_loaded(call.module), torch.set_grad_enabled(is_kept):
-            mixer = adapter(given)
+            mixer = frozen_by(adapter, given)
             if isinstance(mixer.recurrence, _SCANS):
                 self._of_scans.add(adapter)
             in_place = not (call.output.requires_grad and self.needs_graph(call.module))
@@ -122,6 +125,9 @@ class FrozenStandIns:
         self._linears = LinearCalls()
         with torch.set_grad_enabled(self.needs_graph(module)), self._linears.of(module):
             yield
+
+    def prepare(self, module: nn.Module) -> None:
+        """Change the copy of a mixer before the model runs."""
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         """What the whole run of the model's copies happens in, of which ``root`` is the first."""
@@ -197,7 +203,8 @@ class FrozenStandIns:
         # Only the form of the result is asked for; its numbers would be held for nothing.
         result = map_tensors(lambda x: x.new_zeros(()).expand(x.shape), call.result)
         call = replace(call, result=result)
-        map_tensors(collect, (call.args, call.kwargs))
+        kept = [] if call.past is None else call.past.tensors
+        map_tensors(collect, (call.args, call.kwargs, kept))
         places = {id(x): k for k, x in enumerate(given)}
 
         def pull(gradient: Tensor) -> Sequence[Tensor | None]:
@@ -206,10 +213,12 @@ class FrozenStandIns:
             def one(x: Tensor) -> Tensor:
                 return leaves[places[id(x)]] if id(x) in places else x
 
-            args, kwargs = map_tensors(one, (call.args, call.kwargs))
+            args, kwargs, past = map_tensors(one, (call.args, call.kwargs, kept))
             again = replace(call, args=args, kwargs=kwargs)
+            if call.past is not None:
+                again = replace(again, past=call.past.of(past))
             with torch.enable_grad(), without_autocast(), weights_loaded(call.module):
-                output = self.rebuilt(adapter(again), again).output
+                output = self.rebuilt(frozen_by(adapter, again), again).output
             shaped = gradient.reshape(output.shape).to(output.dtype)
             self._count()
             return self.pulled(output, leaves, shaped)

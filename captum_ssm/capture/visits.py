@@ -19,7 +19,8 @@ from captum_ssm.capture.session import run_in
 from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall
-from captum_ssm.mixers.registry import channels_of
+from captum_ssm.mixers.past import Past, past_of
+from captum_ssm.mixers.registry import channels_of, find_adapter
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.progress import Bar
@@ -51,6 +52,7 @@ class Visits:
         self.embedded: list[Tensor] = []  # the ids that the table was given
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
         self.inner = InnerResults()
+        self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in mixers)
         self.table = input_embeddings(root)
@@ -61,6 +63,7 @@ class Visits:
         keep = partial(self.inner.running, linears=substitute is None and not whole)
         for module in mixers:
             if substitute is not None:
+                substitute.prepare(module)
                 run_in(substitute.running, module)
             if substitute is None or substitute.keeps_mixers:
                 run_in(keep, module)
@@ -77,6 +80,11 @@ class Visits:
 
     def enter(self, module: nn.Module, inputs: Any) -> Any:
         """What a module is to be given, in place of ``inputs``."""
+        if module in self.mixers:
+            # Before the mixer writes into its cache.
+            call = self._call(module, inputs, None)
+            read = getattr(find_adapter(call.module), "past_of", past_of)
+            self.pasts[module] = read(call.module, call.arguments, call.given_tokens())
         if self.cuts is None or module not in self.mixers:
             return inputs
         # A mixer's forward may run without a graph.
@@ -99,6 +107,7 @@ class Visits:
         with torch.set_grad_enabled(self.grad_mode):
             call = self._call(module, inputs, value)
             is_mixer = module in self.mixers
+            call = replace(call, past=self.pasts.pop(module, None))
             if is_mixer:
                 self.inner.leave(call)
             self.bar.advance(is_mixer)

@@ -124,6 +124,24 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         help="The names of a classifier's classes. Default: those of its configuration",
     )
     parser.add_argument(
+        "--span",
+        help="Explain several tokens of the continuation together, in one row: a text of it, or "
+        "the first and the last token, such as '0,4' or '-3,-1'.",
+    )
+    parser.add_argument(
+        "--hops",
+        type=int,
+        metavar="K",
+        help="Follow what the answer takes from the model's own words back to what it wrote these "
+        "from, K times.",
+    )
+    parser.add_argument(
+        "--reasoning",
+        nargs=2,
+        metavar=("BEGIN", "END"),
+        help="What the model's thoughts begin and end with. Default: '<think>' '</think>'",
+    )
+    parser.add_argument(
         "--position",
         help="The token of the text at which the prediction is explained, or 'all' for every one. "
         "Default: the last",
@@ -244,6 +262,9 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
         "position": _position(args.position),
         "lens": args.lens,
         "max_new_tokens": args.max_new_tokens,
+        "span": _span(args.span),
+        "hops": args.hops,
+        "reasoning": args.reasoning,
     }
     if args.maps is not None:
         asked["maps"] = args.maps or True
@@ -269,7 +290,8 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
 
 
 def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
-    for name in ("target_ids", "max_new_tokens", "position", "maps", "lens", "units"):
+    of_texts = ("target_ids", "max_new_tokens", "span", "hops", "reasoning", "position")
+    for name in (*of_texts, "maps", "lens", "units"):
         if getattr(args, name) not in (None, False, "token"):
             raise ValueError(
                 f"{flag(name)} was given, which is for texts, and --image is "
@@ -283,6 +305,15 @@ def _class(given: Any) -> Any:
     if isinstance(given, list):
         return [_class(one) for one in given]
     return int(given) if isinstance(given, str) and given.isdecimal() else given
+
+
+def _span(text: str | None) -> str | tuple[int, ...] | None:
+    # Two integers name tokens, anything else is a text.
+    ends = [] if text is None else text.split(",")
+    try:
+        return (int(ends[0]), int(ends[1])) if len(ends) == 2 else text
+    except ValueError:
+        return text
 
 
 def _position(text: str | None) -> int | str | None:

@@ -6,7 +6,6 @@ import argparse
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from captum_ssm.cli.parser import did_you_mean, listed
 from captum_ssm.inspection.support import first_line
 from captum_ssm.kernels import ExtensionWarning
 from captum_ssm.models import VisionMamba
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.transformers_advice import without_advice
 
 MODEL = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import shorten
 
 import numpy as np
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from captum_ssm.explanation import Answer, Example, Explanation, Output
-from captum_ssm.explanation.parts import END, LABEL, START
+from captum_ssm.explanation.parts import END, LABEL, PART, START
 from captum_ssm.explanation.units import bounds_of, says_nothing, texts_of
 from captum_ssm.utils.colors import AGAINST, FOR, INK, PAPER
 
@@ -31,10 +31,8 @@ def show(explanation: Explanation, units: str = "token") -> None:
             if len(one.methods) > 1:
                 print(f"\n{method.name}")
             for k, output in enumerate(example.outputs):
-                for against in (None, *(output.answers[c.against] for c in output.contrasts)):
-                    print(f"\n{_heading(example, output, against)}")
-                    other = None if against is None else against.id
-                    row = one.relevance(method.name, k, against=other, units=units)
+                for heading, row in _rows(one, method.name, k, units):
+                    print(f"\n{heading}")
                     if example.image is not None:
                         _print_patches(row, example.grid)
                         continue
@@ -84,6 +82,25 @@ def visible(text: str) -> str:
     return shown.strip() or shown.replace(" ", "\N{OPEN BOX}")
 
 
+def _rows(
+    explanation: Explanation, method: str, index: int, units: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    # Each row of an output with what it is: the chosen answer's, contrasts, and hops.
+    (example,) = explanation.examples
+    output = example.outputs[index]
+    yield _heading(example, output, None), explanation.relevance(method, index, units=units)
+    for contrast in output.contrasts:
+        against = output.answers[contrast.against]
+        row = explanation.relevance(method, index, against=against.id, units=units)
+        yield _heading(example, output, against), row
+    for hop in range(1, len(output.hops) + 1):
+        before = np.abs(explanation.relevance(method, index, hop=hop - 1))
+        share = before[example.prompt :].sum() / (before.sum() or 1.0)
+        what = f"hop {hop}: {share:.0%} of the relevance above is on the model's own words, which"
+        row = explanation.relevance(method, index, hop=hop, units=units)
+        yield f"{what} rest on", row
+
+
 def _heading(example: Example, output: Output, against: Answer | None) -> str:
     chosen, best = output.answers[output.chosen], min(output.answers, key=lambda one: one.rank)
     about = {START: "start ", END: "end "}.get(output.role, "")
@@ -94,6 +111,8 @@ def _heading(example: Example, output: Output, against: Answer | None) -> str:
     likely = f"logit {chosen.logit:.4g}"
     if chosen.probability is not None:
         likely = f"probability {chosen.probability:.4f}"
+    if output.role == PART:
+        return f"{visible(chosen.text)!r}, {likely}; explained together"
     return f"{about}{visible(chosen.text)!r}, {likely}; the model predicts {visible(best.text)!r}"
 
 

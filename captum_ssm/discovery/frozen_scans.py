@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.errors import ReconstructionError, UnsupportedModelError
 from captum_ssm.graph.relevance_rules import is_constant
 from captum_ssm.mixers.registry import find_adapter, find_mixers
+from captum_ssm.utils.blocks import contextmanager
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +36,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.registry import Freeze, find_adapter, known_of, own_adapters
-from captum_ssm.utils.blocks import bound
+from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
 
 

@@ -64,6 +64,11 @@ def load(name: str) -> tuple[nn.Module, Any]:
     ``"stories-qwen3next"``          ball is red"
     ``"chat-mamba"``                 answers in a chat who has what        a tokenizer with a chat
                                                                            template
+    ``"chains-mamba2"``              follows a chain aloud: "a = c; k =    a tokenizer of words
+                                     17; c = k; ? a =" goes on with
+                                     "c = k = 17."
+    ``"documents-mamba2"``           answers from one of three documents,  a tokenizer of words
+                                     or obeys an order in one of them
     ``"reviews-jamba"``              says whether a review of a film is    a tokenizer of words
                                      negative, mixed or positive
     ``"copying-mamba"``              repeats 16 to 24 letters that stand   a tokenizer of letters
@@ -171,9 +176,11 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 _LOADERS: dict[str, Callable[[Path], tuple[nn.Module, Any]]] = {
+    "chains-mamba2": _language_model,
     "chat-mamba": _language_model,
     "copying-mamba": _language_model,
     "digits-vim": _vision_model,
+    "documents-mamba2": _language_model,
     "reviews-jamba": _text_classifier,
     "series-classifier": _series_model("SeriesClassifier"),
     "series-forecaster": _series_model("SeriesForecaster"),

@@ -121,7 +121,8 @@ class Explanation(ExplanationData):
                 such, else the difference of the two rows. Default: None
             example (int, optional): negative from the end. Default: 0
             units (str, optional): ``"token"``, or units of the example (``"word"``,
-                ``"sentence"``, ``"span"``), over which relevance is summed. Default: ``"token"``
+                ``"sentence"``, ``"line"``, ``"span"``), over which relevance is summed.
+                Default: ``"token"``
             hop (int, optional): how often relevance on the continuation is handed on to what that
                 was written from, of outputs that were explained with hops. Default: 0
 

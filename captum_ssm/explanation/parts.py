@@ -279,8 +279,8 @@ class Example:
         tokens (tuple of Token): L of them: the prompt, then the continuation (the target, or the
             token that the model predicts). Empty for an image.
         prompt (int): how many of the tokens are the prompt's.
-        units (dict): by name (``"word"``, ``"sentence"``, or ``"span"`` for named parts), spans
-            that cover all tokens in order.
+        units (dict): by name (``"word"``, ``"sentence"``, ``"line"`` where there are several, or
+            ``"span"`` for named parts), spans that cover all tokens in order.
         image (numpy.ndarray, optional): ``(H, W, 3)``, or a video's frames ``(T, H, W, 3)``, bytes.
             Default: None
         grid (tuple, optional): rows and columns of the image's patches; of a video also, in front,

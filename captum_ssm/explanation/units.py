@@ -13,6 +13,7 @@ from captum_ssm.explanation.parts import Example, Span, Token
 
 _WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL)
+_LINE = re.compile(r"[^\n]*\S[^\n]*(?:\n|$)")
 
 TEMPLATE = "template"  # the turn of what no message says
 
@@ -77,6 +78,11 @@ def words(tokens: Sequence[Token]) -> tuple[Span, ...]:
 def sentences(tokens: Sequence[Token]) -> tuple[Span, ...]:
     """What ends in a full stop, a question or exclamation mark, or a line break."""
     return _matched(tokens, _SENTENCE)
+
+
+def lines(tokens: Sequence[Token]) -> tuple[Span, ...]:
+    """Lines, such as those of code; an empty one belongs to the line before it."""
+    return _matched(tokens, _LINE)
 
 
 def named(tokens: Sequence[Token], spans: Mapping[str, tuple[int, int]]) -> tuple[Span, ...]:

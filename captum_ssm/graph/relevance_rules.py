@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from captum_ssm.graph.kinds import (
     kind_of,
 )
 from captum_ssm.graph.node_rules import BENDING, RULES, is_mean_of_channels, rule_of
+from captum_ssm.utils.blocks import contextmanager
 
 
 @contextmanager
@@ -139,12 +140,13 @@ def _nodes_without_rule(carries: Mapping[Node, bool]) -> list[Node]:
 def added_coefficients(carries: Mapping[Node, bool]) -> list[str]:
     """What is added to what relevance goes through, and counts as a constant, by name.
 
-    A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand
-    it is part of the score that is missing from the relevance.
+    A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand,
+    or as a part of a tensor whose rest carries relevance, it is missing from the relevance.
     """
     found: set[str | None] = set()
     for node, carry in carries.items():
-        if carry and kind_of(node) in LINEAR and len(node.next_functions) > 1:
+        is_joined = kind_of(node) in LINEAR or kind_of(node) == COPY_SLICES
+        if carry and is_joined and len(node.next_functions) > 1:
             inputs = [one for one, _ in node.next_functions if one is not None]
             found.update(coefficient_in(one, carries) for one in inputs if not carries.get(one))
     return sorted(kind for kind in found if kind is not None)

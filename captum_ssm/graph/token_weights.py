@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -16,6 +16,7 @@ from captum_ssm.graph.fast_products import WithoutZeroKernels
 from captum_ssm.graph.points import Point, closed
 from captum_ssm.graph.readers import decoded, readers
 from captum_ssm.graph.relevance_rules import ruled
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.lazy import cached_property
 
 # Channels of tokens whose squared norms few passes tell.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.activations import Activations, ActivationStandIns, coefficients_of
-from captum_ssm.attr.mamba_lrp import with_leaves
 from captum_ssm.attr.relevance import coefficients_at
+from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenCall, exact_arithmetic, freeze
 from captum_ssm.capture.recording import gradients_at
 from captum_ssm.errors import UnsupportedModelError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from captum_ssm.interventions.reference import Reference, check_formulation, who
 from captum_ssm.interventions.selection import Layers, chosen_layers, path_of
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import SoftmaxOperator
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 
 # One edge: (layer, target, source) or (layer, target, source, head).

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
@@ -33,7 +33,7 @@ from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
 from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.registry import channels_of
 from captum_ssm.utils.allocator import workspace
-from captum_ssm.utils.blocks import bound, undo
+from captum_ssm.utils.blocks import bound, contextmanager, undo
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached, with_first
@@ -285,7 +285,7 @@ def _noticed(edits: _Edits) -> Iterator[None]:
     # Calls of the modules that an intervention is about go through it, in this thread.
     modules = {edits.model, *edits.paths, *edits.linears}
     around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, _leave, edits, modules)
         _enter(edits, modules)
         stack.enter_context(bound(_EDITS, _EDITS.get() | around))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import with_edges
 from captum_ssm.interventions.selection import Layers, Tokens, mask_of
 from captum_ssm.mixers.components import FORMULATIONS
+from captum_ssm.utils.blocks import contextmanager
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import DiagonalOperator, TokenOperator
 from captum_ssm.operators.part import part_of
 from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.blocks import contextmanager
 
 COMPONENTS = ("output", "values", "state")
 

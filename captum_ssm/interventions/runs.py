@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.target import read_score
 from captum_ssm.mixers import MixerCall
+from captum_ssm.utils.blocks import contextmanager
 
 
 @dataclass(frozen=True)

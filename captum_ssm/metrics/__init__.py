@@ -27,6 +27,7 @@ from captum_ssm.metrics.perturbation import (
     pruning,
 )
 from captum_ssm.metrics.segmentation import SegmentationScores, average_precision, segmentation
+from captum_ssm.metrics.shares import part_shares
 from captum_ssm.metrics.smallest_circuit import Circuit, find_circuit
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "layer_knockout",
     "links",
     "oversmoothing",
+    "part_shares",
     "perturbation",
     "position_bias",
     "pruning",

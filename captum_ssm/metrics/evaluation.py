@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from captum_ssm.metrics.perturbation import Curve
 from captum_ssm.metrics.segmentation import SegmentationScores
+from captum_ssm.utils.blocks import contextmanager
 
 
 def evaluate(

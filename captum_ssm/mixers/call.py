@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm.mixers.linear_layers import is_plain
+from captum_ssm.mixers.past import Past, by_channel
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
@@ -57,6 +59,8 @@ class MixerCall:
         channels (int, optional): the axis of the channels in the tokens that the module takes and
             returns; ``TOKENS_FIRST`` for ``(L, B, E)``. In ``args``, ``kwargs`` and ``result`` they
             are ``(B, L, E)``. Default: -1
+        past (Past, optional): what the mixer has kept of earlier tokens; None where its tokens are
+            the first. Default: None
 
     Examples::
 
@@ -77,6 +81,7 @@ class MixerCall:
     linears: LinearCalls | None = None
     scans: ScanResults | None = None
     channels: int = -1
+    past: Past | None = None
 
     @classmethod
     def of(
@@ -146,6 +151,17 @@ class MixerCall:
         if not torch.is_tensor(mask) or mask.dim() != 2:
             return None
         return mask.to(self.output.device, self.dtype)
+
+    def state(self, convert: Callable[[Tensor], Tensor] = by_channel) -> Tensor | None:
+        """The state that the recurrence begins with, ``(B, N, D)``; None for zero.
+
+        ``convert`` makes it of the form that the model's own cache has.
+        """
+        return None if self.past is None else self.past.tokens_of(convert)
+
+    def before(self, x: Tensor, count: int) -> Tensor | None:
+        """The inputs ``(B, count, D)`` before those of ``x (B, L, D)``; None for zeros."""
+        return None if self.past is None or not count else self.past.before(x, count)
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         """``layer(x)`` for ``x (..., in)`` in the working dtype: ``(..., out)``.

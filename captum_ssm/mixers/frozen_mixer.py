@@ -13,7 +13,7 @@ from typing_extensions import Self
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.components import PAPER_COMPONENTS, check_components
 from captum_ssm.mixers.parts import ImageConv, ShortConv
-from captum_ssm.operators import TokenOperator
+from captum_ssm.operators import TokenOperator, continued
 from captum_ssm.operators.composed import product, sum_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached
@@ -68,6 +68,9 @@ class FrozenMixer:
             that no map shows. Default: 0.0
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
+        state (Tensor, optional): ``(B, N, D)``, the state that the recurrence begins with
+            (``call.state``), as :func:`captum_ssm.operators.continued` takes it. What tokens read
+            of it is not part of the operator. Default: None, which is zero
 
     Examples::
 
@@ -102,6 +105,7 @@ class FrozenMixer:
     adds_input: bool = False
     neighbor_share: float = 0.0
     rounding: float = 1.0
+    state: Tensor | None = None
 
     __getattr__ = renamed(exchanged="neighbor_share")
 
@@ -221,8 +225,22 @@ class FrozenMixer:
             values (Tensor): v.
             factor (float, optional): multiplies the recurrence, not the skip. Default: 1.0
         """
-        y = self.recurrence.matvec(values)
-        y = y if factor == 1 else factor * y
+        if self.state is None:
+            y = self.recurrence.matvec(values)
+        else:
+            y = continued(self.recurrence, values, self.state)[0]
+        return self._skipped(y if factor == 1 else factor * y, values)
+
+    def carry(self) -> tuple[Tensor, Tensor]:
+        """``mixed (B, L, D)``, and the state ``(B, N, D)`` after the last token.
+
+        Raises:
+            UnsupportedModelError: for a recurrence whose state is not known.
+        """
+        y, state = continued(self.recurrence, self.values, self.state)
+        return self._skipped(y, self.values), state
+
+    def _skipped(self, y: Tensor, values: Tensor) -> Tensor:
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
     def gated_output(self, mixed: Sequence[Tensor] | None = None) -> Tensor:

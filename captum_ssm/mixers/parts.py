@@ -57,9 +57,14 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def previous(x: Tensor) -> Tensor:
-    """The previous token at each position of ``x (B, L, E)``, zeros for the first."""
-    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+def previous(x: Tensor, before: Tensor | None = None) -> Tensor:
+    """The previous token at each position of ``x (B, L, E)``.
+
+    That of the first is ``before (B, 1, E)``, or zeros.
+    """
+    if before is None:
+        return F.pad(x, (0, 0, 1, 0))[:, :-1]
+    return torch.cat([before, x[:, :-1]], 1)
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,19 @@ def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
         >>> torch.testing.assert_close(short.output, module.conv1d(u.mT)[..., :7].mT)
     """
     bias = None if conv.bias is None else call.parameter(conv.bias)
-    return ShortConv(u, call.parameter(conv.weight)[:, 0], bias)
+    taps = call.parameter(conv.weight)[:, 0]
+    before = call.before(u, taps.shape[1] - 1)
+    if before is not None:
+        read = _read_of(before, taps, u.shape[1])
+        bias = read if bias is None else read + bias
+    return ShortConv(u, taps, bias)
+
+
+def _read_of(before: Tensor, taps: Tensor, tokens: int) -> Tensor:
+    # What a convolution reads at so many tokens of the K - 1 inputs before them, (B, L, D).
+    reading = min(before.shape[1], tokens)
+    read = causal_conv(F.pad(before, (0, 0, 0, reading)), taps)[:, before.shape[1] :]
+    return F.pad(read, (0, 0, 0, tokens - reading))
 
 
 def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from captum_ssm.mixers.call import MixerCall
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.mixers.call import MISFITS, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.utils.copies import original
 
@@ -34,6 +35,8 @@ class Known:
         unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
         honest (frozenset, optional): what its graphs are made of that were found to tell the truth.
             Default: frozenset()
+        hidden (str, optional): what in it depends on tokens in a way that autograd does not show.
+            Default: None
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
             its adapter computes. Default: None
     """
@@ -45,6 +48,7 @@ class Known:
     made_of: frozenset[Any] | None = None
     unknown: str | None = None
     honest: frozenset[Any] = frozenset()
+    hidden: str | None = None
     right: Any = None
 
 
@@ -253,3 +257,31 @@ def outermost(
     if find_adapter(module) is None:
         for name, child in module.named_children():
             yield from outermost(child, f"{path}.{name}" if path else name, seen)
+
+
+def frozen_by(adapter: Freeze, call: MixerCall) -> FrozenMixer:
+    """A call's mixer, frozen by an adapter.
+
+    Raises:
+        UnsupportedModelError: the mixer begins with what a cache holds, which the adapter cannot
+            read.
+    """
+    if call.past is None:
+        return adapter(call)
+    try:
+        mixer = adapter(call)
+    except InputError:
+        raise
+    except MISFITS as error:
+        raise _of_cache(call) from error
+    if call.past.state is not None and mixer.state is None:
+        raise _of_cache(call)
+    return mixer
+
+
+def _of_cache(call: MixerCall) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{call.path} ({type(call.module).__name__}) is called with a cache that is not empty, and "
+        "what it keeps there is not known to this library; expected a recurrent mixer's state, or "
+        "the keys and values of attention. Explain the whole text, without a cache."
+    )

@@ -11,10 +11,13 @@ from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
+from captum_ssm.operators.mlstm import mlstm_from as mlstm_from
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.packed import PackedOperator
 from captum_ssm.operators.permuted import MovedOperator, PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.states import LatterOperator as LatterOperator
+from captum_ssm.operators.states import continued as continued
 from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator
 from captum_ssm.operators.top import TopEntries

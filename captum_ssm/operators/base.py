@@ -170,6 +170,13 @@ class TokenOperator(ABC):
         """``alpha conv diag(right)`` as one operator, if it computes causal taps ``(D, K)`` too."""
         return None
 
+    def between_states(self) -> TokenOperator | None:
+        """It with N tokens in front, which write its state, and N at the end, which read it.
+
+        None where its state is not known. See :mod:`captum_ssm.operators.states`.
+        """
+        return None
+
     def detach(self) -> TokenOperator:
         """The operator with its coefficients detached from any autograd graph."""
         return detached(self)

@@ -23,6 +23,7 @@ from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
 from captum_ssm.operators.factors import lagged, product, sum_of
+from captum_ssm.operators.states import around, units_after, units_before
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         right = self.right if right is None else self.right * right
         return replace(self, left=product(self.left, left), right=right)
+
+    def between_states(self) -> TokenOperator | None:
+        if self.conv is not None:
+            return None
+        N = self.A.shape[1]
+        left = None if self.left is None else around(self.left, 1.0, 1.0, N)
+        dt, right = around(self.dt, 0.0, 0.0, N), around(self.right, 1.0, 0.0, N)
+        return DiagonalOperator(dt, right, self.A, units_before(self.B), units_after(self.C), left)
 
     def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator:
         return replace(self, conv=taps, columns=right)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from captum_ssm import kernels
 from captum_ssm.kernels import LinearAttentionCoefficients
+from captum_ssm.operators.base import TokenOperator
 from captum_ssm.operators.heads import HeadOperator
+from captum_ssm.operators.states import around, units_after, units_before
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
     def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         some = self.narrow(start, stop)
         return kernels.linear_attention_rmatvec(w.transpose(1, 2), some).transpose(1, 2)
+
+    def between_states(self) -> TokenOperator:
+        N = self.query.shape[-1]
+
+        def quiet(x: Tensor | None) -> Tensor | None:
+            return None if x is None else around(x, 0.0, 0.0, N)
+
+        return LinearAttentionOperator(
+            query=units_after(self.query),
+            key=units_before(self.key),
+            log_decay=around(self.log_decay, 0.0, 0.0, N),
+            erase=quiet(self.erase),
+            probe=quiet(self.probe),
+            bonus=quiet(self.bonus),
+            width=self.width,
+        )
 
     def map_bounds(self) -> tuple[Tensor, Tensor] | None:
         if self.erase is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
+from captum_ssm.operators.states import continued
 
 
 def mlstm_operator(
@@ -34,18 +35,45 @@ def mlstm_operator(
         >>> mlstm_operator(q, k, i, f, width=4, eps=1e-6).matrix().shape
         torch.Size([1, 2, 5, 5])
     """
+    return mlstm_from(q, k, i, f, None, width=width, eps=eps)[0]
+
+
+def mlstm_from(
+    q: Tensor,
+    k: Tensor,
+    i: Tensor,
+    f: Tensor,
+    begun: tuple[Tensor, Tensor] | None,
+    *,
+    width: int,
+    eps: float,
+) -> tuple[LinearAttentionOperator, tuple[Tensor, Tensor] | None]:
+    """:func:`mlstm_operator` after earlier tokens, and what later ones need of these.
+
+    Args:
+        q, k, i, f, width, eps: as there.
+        begun (tuple of Tensor, optional): m, ``(B, 1, H)``, and n, ``(B, N, H)``, after the tokens
+            before. None where there are none, and none will come after.
+
+    Returns:
+        tuple: the operator, whose state is in units of exp(m), and m and n after the last token.
+    """
     log_f = F.logsigmoid(f)
-    # m_t = max(log f_t + m_{t-1}, i_t) from m = 0.
+    m = i.new_zeros(i.shape[0], 1, i.shape[2]) if begun is None else begun[0]
+    # m_t = max(log f_t + m_{t-1}, i_t).
     total_f = log_f.double().cumsum(1)
-    peak = ((i - total_f).cummax(1).values.clamp(min=0) + total_f).to(q.dtype)
-    before = F.pad(peak, (0, 0, 1, 0))[:, :-1]
+    peak = (torch.maximum((i - total_f).cummax(1).values, m) + total_f).to(q.dtype)
     cell = LinearAttentionOperator(
         query=q * q.shape[-1] ** -0.5,
         key=k * torch.exp(i - peak)[..., None],
-        log_decay=(log_f + before - peak)[..., None],
-        width=width,
+        log_decay=(log_f + torch.cat([m, peak[:, :-1]], 1) - peak)[..., None],
+        width=1,
     )
-    ones = q.new_ones(q.shape[0], q.shape[2], q.shape[1], 1)
-    read = cell.matvec_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
+    ones = torch.ones_like(i)
+    if begun is None:
+        read, left = cell.matvec(ones), None  # q^T n, (B, L, H)
+    else:
+        read, n = continued(cell, ones, begun[1])
+        left = peak[:, -1:].clone(), n
     total = torch.maximum(read.abs(), torch.exp(-peak)) + eps
-    return replace(cell, query=cell.query / total[..., None])
+    return replace(cell, query=cell.query / total[..., None], width=width), left

@@ -7,7 +7,7 @@ page fault for each 4 KiB, which took as long as the computation from 16k tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from captum_ssm.kernels import extension_loaded
-from captum_ssm.utils.blocks import undo
+from captum_ssm.utils.blocks import contextmanager, undo
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def workspace() -> Iterator[None]:
     if allocator is None:
         yield
         return
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         entered: list[Any] = []
         undo(stack, lambda: entered and (entered.pop(), allocator.leave()))
         entered.append(allocator.enter())

@@ -21,7 +21,7 @@ import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.utils.blocks import WhileOpen, bound, undo
+from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager, undo
 from captum_ssm.utils.clones import Clones
 
 V = TypeVar("V")
@@ -49,6 +49,7 @@ _SHARED = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType),
     *(types.GeneratorType, types.CoroutineType, property, staticmethod, classmethod),
 )
+_OF_GRADIENTS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -180,7 +181,9 @@ class Copies:
             # A compiled forward is that of the user's module, and copies run without a compiler.
             if name in (_MARK, "_compiled_call_impl"):
                 continue
-            if name.endswith("_hooks") and isinstance(value, dict):
+            if name in _OF_GRADIENTS:  # may change them, and listeners wait for the user's own
+                own[name] = type(value)()
+            elif name.endswith("_hooks") and isinstance(value, dict):
                 own[name] = self._mapping(value, self._hook) if value else type(value)()
             else:
                 own[name] = self._attribute(value)
@@ -266,7 +269,7 @@ def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
     Raises:
         UnsupportedModelError: for a run that wrote to memory which cannot be copied.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         copies = Copies()
         stack.push(copies.end)
         stack.push(copies.end)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 
-from captum_ssm.utils.blocks import bound
+from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.clones import memory
 from captum_ssm.utils.saved_tensors import Save, saving
 

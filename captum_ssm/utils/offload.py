@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import memory
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import map_tensors

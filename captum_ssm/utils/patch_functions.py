@@ -11,11 +11,11 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import CodeType, FunctionType
 from typing import Any
 
-from captum_ssm.utils.blocks import undo
+from captum_ssm.utils.blocks import contextmanager, undo
 
 # Takes the function, one with its own body, and the arguments of a call.
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]
@@ -35,7 +35,7 @@ _EXCHANGED: dict[FunctionType, _Exchange] = {}
 def patched_functions(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
     """Calls of some functions in this thread run another body."""
     user = _User(functions)
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, setattr, _THIS, "bodies", _THIS.bodies)
         undo(stack, user.put_back)
         user.exchange()

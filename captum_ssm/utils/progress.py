@@ -7,13 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
 from tqdm import tqdm
 
-from captum_ssm.utils.blocks import bound
+from captum_ssm.utils.blocks import bound, contextmanager
 
 T = TypeVar("T")
 

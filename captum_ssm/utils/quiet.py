@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from captum_ssm.utils.blocks import WhileOpen, bound
+from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager
 
 _IS_QUIET: ContextVar[bool] = ContextVar("captum_ssm_quiet", default=False)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from captum_ssm.utils.blocks import bound
+from captum_ssm.utils.blocks import bound, contextmanager
 
 # Takes what a graph is to save, and returns how the graph gets it back.
 Save: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]

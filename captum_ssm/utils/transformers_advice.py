@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+from captum_ssm.utils.blocks import contextmanager
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from captum_ssm.utils.blocks import undo
+from captum_ssm.utils.blocks import contextmanager, undo
 
 # Takes a module and what it is called with; returns other arguments, ``(args, kwargs)``, or None.
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -46,7 +46,7 @@ def watch_modules(
     def here(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *call: function(*call) if threading.get_ident() == thread else None
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         for module in modules:
             if before is not None:
                 handle = module.register_forward_pre_hook(here(before), with_kwargs=True)

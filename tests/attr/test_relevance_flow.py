@@ -15,8 +15,8 @@ from vision_models import images, small
 import captum_ssm
 from captum_ssm import MambaLRP, RelevanceFlow, TargetError
 from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun
-from captum_ssm.attr.mamba_lrp import with_leaves
 from captum_ssm.attr.options import Arguments
+from captum_ssm.attr.relevance_stand_ins import with_leaves
 
 L = 9
 # Their values, or the model's own ways, are mixed with neighbors by more than a convolution.

@@ -6,24 +6,20 @@ import itertools
 import os
 import pickle
 import random
-import sys
 import threading
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
+import interrupts
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 from methods import METHODS, each_method
 from models import ids, tiny
 from torch import nn
-from unchanged import fingerprint
 
-import captum_ssm
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
 from captum_ssm.capture.session import without_compiler
 from captum_ssm.models import BidirectionalMamba
@@ -357,74 +353,13 @@ def test_children_that_are_forked_while_a_thread_explains_go_on():
         thread.join(60)
 
 
-class Stopped(KeyboardInterrupt):
-    pass
-
-
-def process() -> dict[str, object]:
-    """What of the process a call could leave changed."""
-    from captum_ssm.utils import blocks, patch_functions
-    from captum_ssm.utils import copies as _copies
-
-    return {
-        "backward": torch.Tensor.backward,
-        "calls": nn.Module._call_impl,
-        "open": sum(len(change._threads) for change in blocks._ALL),
-        "stance": torch._dynamo.eval_frame._stance,
-        "running": _copies._RUNNING.get(),
-        "functions": len(patch_functions._EXCHANGED),
-        "bodies": dict(patch_functions._THIS.bodies),
-        "filters": list(warnings.filters),
-        "modes": torch._C._len_torch_function_stack(),
-        "grad": torch.is_grad_enabled(),
-        "random": random.getstate(),
-    }
-
-
-@each_method
-def test_a_signal_at_any_line_leaves_model_and_process_as_they_were(method):
-    # Each file's lines in turn: one of seven, another one for each method.
-    model, tokens = tiny("jamba"), ids(1, 5)
-    root = str(Path(captum_ssm.__file__).parent)
-    explain = method(model)
-    truth = explain.attribute(tokens, target=4)
-    lines: dict[tuple[str, int], None] = {}
-
-    def counted(frame, event, argument):
-        if event == "line":
-            lines[frame.f_code.co_filename, frame.f_lineno] = None
-        return counted
-
-    def of_ours(frame, event, argument):
-        return counted if frame.f_code.co_filename.startswith(root) else None
-
-    traced(of_ours, lambda: explain.attribute(tokens, target=4))
-    start = sorted(m.__name__ for m in METHODS).index(method.__name__)
-    for file, line in sorted(lines)[start::97]:
-        before = fingerprint(model), process()
-
-        def stop(frame, event, argument, file=file, line=line):
-            if event == "line" and (frame.f_code.co_filename, frame.f_lineno) == (file, line):
-                sys.settrace(None)
-                raise Stopped
-            return stop
-
-        def only(frame, event, argument, file=file, stop=stop):
-            return stop if frame.f_code.co_filename == file else None
-
-        with suppress(Stopped):
-            traced(only, lambda: explain.attribute(tokens, target=4))
-        assert (fingerprint(model), process()) == before, (file, line)
-    torch.testing.assert_close(explain.attribute(tokens, target=4), truth)
-
-
-def traced(tracer, run):
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
+@pytest.mark.parametrize("name", interrupts.CALLS)
+def test_a_signal_at_any_line_leaves_model_and_process_as_they_were(name):
+    # One moment of 197, another one for each call. benchmarks/interrupts.py takes more of them.
+    first = sorted(interrupts.CALLS).index(name)
+    stopped, changed = interrupts.left_changed(name, first, 197)
+    assert stopped
+    assert not changed
 
 
 def test_copies_of_a_large_object_are_given_up():
@@ -435,3 +370,24 @@ def test_copies_of_a_large_object_are_given_up():
     copies = Copies()
     copies.make(model)
     assert copies.root.trainer is model.trainer
+
+
+def clipped(x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return x
+
+
+@each_method
+def test_hooks_on_gradients_do_not_change_relevance_and_are_not_told(method):
+    # They clip and scale gradients in training, or log them.
+    model, tokens, told = tiny(), ids(2, 7), []
+    truth = method(model).attribute(tokens, target=4)
+    block, mixer = model.backbone.layers[1], model.backbone.layers[0].mixer
+    mixer.register_full_backward_hook(lambda m, given, taken: told.append(m) or (given[0] / 2,))
+    mixer.register_full_backward_pre_hook(lambda m, taken: (taken[0] / 2,))
+    block.register_forward_hook(lambda m, args, output: clipped(output))
+    torch.testing.assert_close(method(model).attribute(tokens, target=4), truth)
+    assert not told
+    model(tokens).logits.sum().backward()
+    assert told == [mixer]  # the user's own still are

@@ -12,7 +12,7 @@ from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, ReconstructionError
 from captum_ssm.attr.latim_parts.residual_stream import norms_and_head, stream_of
-from captum_ssm.attr.mamba_lrp import RelevanceStandIns, with_leaves
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, with_leaves
 from captum_ssm.capture import FrozenStandIns, Request, freeze
 from captum_ssm.capture import record as record_module
 from captum_ssm.capture.record import record

@@ -13,14 +13,25 @@ from captum_ssm import examples
 from captum_ssm.examples import signals
 
 TRAINED = ROOT / "tutorials" / "models"
+NEXT_WORD = {
+    "chains": "c",
+    "chat": "blue",
+    "copying": "d",
+    "documents": "pink",
+    "stories": "bark",
+}
+
+
+def says(word):
+    return lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == word
+
+
 ANSWERS = {
-    "copying": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "d",
-    "chat": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "blue",
+    **{kind: says(word) for kind, word in NEXT_WORD.items()},
     "digits": lambda model, scores, processor: scores.argmax() == 6,
     "reviews": lambda model, scores, tokenizer: scores.argmax() == 1,
-    "stories": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "bark",
 }
-LANGUAGE = [name for name in examples.names() if name.split("-")[0] in ("copying", "stories")]
+LANGUAGE = [name for name in examples.names() if name.split("-")[0] in {*NEXT_WORD} - {"chat"}]
 
 
 @pytest.mark.parametrize("name", examples.names())
@@ -77,9 +88,9 @@ def test_rounding_the_weights_keeps_the_answers():
     torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=0)
 
 
-def test_all_of_them_fit_into_a_megabyte():
+def test_all_of_them_fit_into_a_megabyte_and_a_half():
     files = [path for path in examples.folder("digits-vim").parent.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 1.2e6  # a wheel compresses them by a tenth
+    assert sum(path.stat().st_size for path in files) < 1.5e6  # a wheel compresses them by a tenth
 
 
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do():

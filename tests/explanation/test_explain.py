@@ -19,6 +19,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm.attr import LaTIM, methods
+from captum_ssm.explanation.units import texts_of
 
 TEXT, TARGET = "w3 w4 w5 w6 w7", "w8 w9"
 READ = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -295,6 +296,19 @@ def test_units(model):
         summed = found.relevance(units=name)
         expected = [row[span.first : span.end].sum() for span in example.units[name]]
         assert summed == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_lines_are_units_of_a_text_that_has_several():
+    text = "x = 1\n\n  y = x\nprint("
+    found = explain(model_of(byte_level()), byte_level(), text, target="y)", units="line")
+    (example,) = found.examples
+    texts = texts_of(example, "line")
+    assert "".join(texts) == example.text == text + "y)"
+    assert [one.strip() for one in texts[:2]] == ["x = 1", "y = x"]
+    assert texts[2].strip().startswith("print(y)")
+    assert found.relevance(units="line").sum() == pytest.approx(found.relevance().sum(), rel=1e-4)
+    one = explain(model_of(byte_level()), byte_level(), "x =", target=" 1").examples[0]
+    assert "line" not in one.units
 
 
 def model_of(tokenizer):

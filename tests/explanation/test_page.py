@@ -168,10 +168,13 @@ def test_a_written_answer_opens_where_it_rests_on_the_prompt(opened):
     (example,) = page_data(replace(pages.explanation(), settings={"max_new_tokens": 7}))["examples"]
     at = example["opening"]
     assert at not in (None, 0)
+    # All of it is explained first; a single token, where none is chosen, is that one.
     tab = opened("written")
+    assert question(tab) == "Why “red. Tom's kite is blue.”?"
+    assert address(tab) == ""
+    tab = opened("written", "span=")
     answer = pages.story().outputs[at]
     assert question(tab) == f"Why “{answer.answers[answer.chosen].text.strip()}”?"
-    assert address(tab) == ""
     assert question(opened("written", "t=0")) == "Why “red”?"
 
 
@@ -983,7 +986,7 @@ def test_axe_finds_nothing_serious(opened, name, state, theme):
 
 
 def test_a_conversation_is_laid_out_in_turns(opened):
-    tab = opened("chat", "own=1")
+    tab = opened("chat", "t=0&own=1")
     labels = tab.locator(".text .turn")
     names = [name for name, _ in pages.TURNS if name != "template"] + ["assistant 2"]
     assert [" ".join(text.lower().split()[:2]) for text in labels.all_inner_texts()] == names
@@ -1007,7 +1010,7 @@ def test_turns_have_the_share_of_their_tokens(opened):
     values = np.abs(example.relevance["mamba-lrp"][0][: position + 1])
     kept = [span for span in example.units["turn"] if span.name != "template"]
     total = sum(values[span.first : span.end].sum() for span in kept)
-    tab = opened("chat", "template=0")
+    tab = opened("chat", "t=0&template=0")
     for span, label in zip(kept, tab.locator(".text .turn").all(), strict=True):
         share = label.locator("span").inner_text()
         if span.name == "assistant 2":
@@ -1019,14 +1022,14 @@ def test_turns_have_the_share_of_their_tokens(opened):
 
 
 def test_the_templates_tokens_can_be_hidden(opened):
-    tab = opened("chat")
+    tab = opened("chat", "t=0")
     toggle = tab.get_by_label("Template’s tokens", exact=True)
     text = tab.locator(".text")
     assert "<" in text.inner_text()
     assert tab.locator(".part.template").first.is_visible()
     before = tab.locator(".sum").inner_text()
     toggle.check()
-    assert address(tab) == "#template=0"
+    assert address(tab) == "#span=&template=0"
     assert "<" not in text.inner_text()
     assert "Anna has a red ball." in text.inner_text()
     assert "<" not in tab.locator(".sources").inner_text()
@@ -1071,7 +1074,7 @@ def test_the_templates_tokens_can_be_hidden(opened):
 
 
 def test_relevance_is_summed_over_turns(opened):
-    tab = opened("chat", "u=turn&own=1")
+    tab = opened("chat", "t=0&u=turn&own=1")
     example = pages.chat()
     turns = example.units["turn"]
     sums = [example.relevance["mamba-lrp"][0][span.first : span.end].sum() for span in turns]

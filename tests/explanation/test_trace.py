@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from captum.attr import LayerIntegratedGradients, TextTokenInput
 from families import build
-from models import ids, tiny, without_biases
+from models import WORDS, ids, tiny, without_biases
 from torch import Tensor
 
 from captum_ssm import (
@@ -14,6 +15,7 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     RelevanceFlow,
+    SSMLLMAttribution,
     TargetError,
     UnifiedImplicitAttention,
     continuation_relevance,
@@ -228,3 +230,17 @@ def test_bad_questions_about_an_answer_are_named(options, message):
 def test_rows_of_another_shape_are_named():
     with pytest.raises(InputError, match=r"\(T, P \+ T - 1\)"):
         trace_rows(torch.ones(3, 4), prompt=4)
+
+
+def test_captum_results_of_a_span_have_a_row_per_hop():
+    words = " ".join(f"w{i}" for i in ids(1, 11)[0].tolist())
+    prompt, answer = words.split()[:PROMPT], words.split()[PROMPT:]
+    llm = SSMLLMAttribution(MambaLRP(tiny()), WORDS)
+    inp = TextTokenInput(" ".join(prompt), WORDS, skip_tokens=prompt[:1])
+    result = llm.attribute(inp, target=" ".join(answer), span=(-2, -1), hops=2)
+    found = trace(MambaLRP(tiny()), *text(), span=(-2, -1), hops=2)
+    torch.testing.assert_close(result.token_attr, found.relevance[:, 1:PROMPT])
+    torch.testing.assert_close(result.seq_attr, found.total[1:PROMPT])
+    assert result.output_tokens == [" ".join(answer[-2:]), "hop 1", "hop 2"]
+    with pytest.raises(TypeError, match="trace_rows"):
+        SSMLLMAttribution(LayerIntegratedGradients(tiny(), None), WORDS).attribute(inp, hops=1)

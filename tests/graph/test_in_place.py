@@ -108,10 +108,22 @@ def test_a_readout_in_place_on_a_view(kind: str) -> None:
 )
 def test_values_that_are_put_or_added_need_one_run(change: Change) -> None:
     model = Changes(change)
+    relevance(model)  # the first look at it takes some runs more
     RUNS.clear()
     _, delta = relevance(model)
     assert float(delta.abs().max()) < 1e-9
     assert len(RUNS) == 1
+
+
+def test_a_coefficient_that_is_put_into_a_part_is_said() -> None:
+    def gated(view: Tensor, other: Tensor) -> Tensor:
+        joined = torch.cat([view, other], -1)
+        value, gate = joined.chunk(2, -1)
+        gate.sigmoid_()
+        return value * gate
+
+    with pytest.warns(UserWarning, match="adds the result of Sigmoid .* or joins them"):
+        relevance(Changes(gated))
 
 
 def test_a_custom_function_in_place_on_a_view_is_named() -> None:

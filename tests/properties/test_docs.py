@@ -34,7 +34,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 # Inputs whose deciding tokens are known: each module is used by its name.
-GENERATORS = ("copying", "digits", "scenes", "signals", "stories", "typeseg")
+GENERATORS = ("chains", "copying", "digits", "documents", "scenes", "signals", "stories", "typeseg")
 MODULES = (
     "captum_ssm",
     "captum_ssm.attr",

@@ -584,7 +584,8 @@ def test_a_generation_cache_that_is_not_empty():
     before = [copy.deepcopy(vars(layer)) for layer in cache.layers]
     options = {"additional_forward_args": {name: cache, "use_cache": True}}
     for call in explainers(model, **options):
-        with pytest.raises(ReconstructionError, match="generation cache that is not empty"):
+        # MambaLRP takes it, but the mixer ignores its state when it is given several tokens.
+        with pytest.raises((ReconstructionError, UnsupportedModelError), match="cache that is not"):
             call(check=True)
     assert same_values(before, [vars(layer) for layer in cache.layers])
 

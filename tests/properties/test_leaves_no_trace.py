@@ -296,11 +296,13 @@ def test_what_a_run_writes_is_put_back(method):
 
 def test_nnsight_brings_its_save_to_those_who_import_it():
     code = """
+from concurrent.futures import ThreadPoolExecutor
 import captum_ssm
 import torch
 model = captum_ssm.models.VisionMamba((8, 8), 4, classes=5, width=8, depth=2, state=4).eval()
 images = torch.randn(2, 3, 8, 8)
-captum_ssm.MambaLRP(model).attribute(images, target=4)
+explain = lambda _: captum_ssm.MambaLRP(model).attribute(images, target=4)
+list(ThreadPoolExecutor(4).map(explain, range(4)))  # all of them import nnsight
 assert not hasattr(object, "save") and not hasattr(3, "save")
 import anyio
 import nnsight

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.attr.mamba_lrp import RelevanceStandIns
 from captum_ssm.attr.relevance import coefficients_at, times
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns
 from captum_ssm.capture import FrozenCall, Request
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.recording import gradients_at

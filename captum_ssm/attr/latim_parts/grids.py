@@ -10,7 +10,6 @@ rows are shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep
 from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
-from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule
 from captum_ssm.attr.norms import first_input
-from captum_ssm.attr.relevance import of_constants, times, warn_of_unruled
+from captum_ssm.attr.relevance import of_constants, times, warn_of_added, warn_of_unruled
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, has_a_rule
 from captum_ssm.capture import FrozenCall, FrozenModel, Request
 from captum_ssm.capture.finite import check_finite
 from captum_ssm.capture.recording import require_graph
@@ -32,9 +31,10 @@ from captum_ssm.discovery.scans import FunctionCall, intercepted
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import is_read_past
-from captum_ssm.graph.relevance_rules import is_norm, ruled, without_rule
+from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.reordered import in_order
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import tensors_in, with_first
 from captum_ssm.wiring.cuts import MixerCut
 from captum_ssm.wiring.wiring import Wiring
@@ -121,6 +121,7 @@ class ScoreGraph:
             if not carries[self.score.grad_fn]:
                 raise of_constants()
             warn_of_unruled(without_rule(carries))
+            warn_of_added(added_coefficients(carries))
             edges = [point.edge for point in points]
             gradients = torch.autograd.grad(
                 self.score.sum(), edges, allow_unused=True, retain_graph=True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from captum_ssm.mixers.families.vision import FrozenScans
 from captum_ssm.mixers.frozen_mixer import FrozenMixer, mean_of_groups
 from captum_ssm.operators import SkipOperator
 from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.blocks import contextmanager
 
 
 def with_added_terms(

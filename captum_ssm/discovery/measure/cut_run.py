@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,10 +38,11 @@ from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.readers import readers
 from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers.call import MixerCall, without_caches
-from captum_ssm.utils.checkpoints import without_checkpoints
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import tensors_in
+from captum_ssm.utils.plain_graph import plain_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +171,7 @@ def run_cut(
         known = candidate_functions() if functions is None else functions
         with (
             unfused(module),
-            without_checkpoints(),
+            plain_graph(),
             _norms_noted(module, run),
             _Layers(run),
             intercepted(handle, [*known, *fused], without=without),

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -30,7 +30,7 @@ from captum_ssm.discovery.scans.forms.products import (
     token_product,
 )
 from captum_ssm.discovery.scans.forms.states import is_associative, with_states
-from captum_ssm.utils.blocks import undo
+from captum_ssm.utils.blocks import contextmanager, undo
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.patch_functions import own_codes, patched_functions
@@ -137,7 +137,7 @@ def intercepted(
 @contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
     """Have another handler compute the intercepted calls of this thread; None runs them as is."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, stack:
         undo(stack, setattr, _THIS, "handler", _THIS.handler)
         _THIS.handler = handler
         yield

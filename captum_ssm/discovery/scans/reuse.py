@@ -6,10 +6,10 @@ A scan that is written as a loop in Python is most of what such a mixer takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from captum_ssm.discovery.scans.calls import FunctionCall, intercepted, is_built_in, not_intercepted
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.nested import detached, same_values, tensors_in
 

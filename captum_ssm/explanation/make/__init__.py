@@ -11,7 +11,9 @@ where the model is to. Each question computes its example: it collects ``Questio
 them (:mod:`rows`; :mod:`captum_methods` for Captum's own), and :mod:`explained` puts them together.
 :mod:`run` is how all of these run the model, and :mod:`validate` removes the tokens that methods
 rank first. Below are :mod:`reading` (a text as tokens) and :mod:`lens` (what each layer would
-answer). :mod:`captum_llm` stands in for Captum's wrapper of language models.
+answer). :mod:`captum_llm` stands in for Captum's wrapper of language models. Its prompt and
+continuation (:mod:`continuation`) are also what :mod:`trace` follows a whole answer through, for
+which :mod:`answers` finds the tokens, and the thoughts before it.
 """
 
 from captum_ssm.explanation.make.front import explain

@@ -11,7 +11,6 @@ Axes are written as letters: ``"hwc->1chw"`` makes a batch of one picture of cha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +29,7 @@ from captum_ssm.explanation.make.pictures import (
     pictures,
     processed,
 )
+from captum_ssm.utils.blocks import contextmanager
 
 # By the number of axes: what each reading is, and how it becomes what a model may take.
 FLOATS = {

@@ -6,6 +6,7 @@ import warnings
 from copy import copy
 from typing import Any
 
+import torch
 from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAttribution
 from torch import Tensor
 
@@ -82,6 +83,8 @@ class SSMLLMAttribution(LLMGradientAttribution):
         target: str | Tensor | None = None,
         gen_args: dict[str, Any] | None = None,
         *,
+        span: tuple[int, int] | None = None,
+        hops: int | None = None,
         internal_batch_size: int = 8,
         **kwargs: Any,
     ) -> LLMAttributionResult:
@@ -94,6 +97,8 @@ class SSMLLMAttribution(LLMGradientAttribution):
                 ``(T,)``; None lets the model generate it. Default: None
             gen_args (dict, optional): arguments of ``generate``, where the model generates the
                 continuation. Default: None
+            span, hops (optional): as for :func:`continuation_relevance`, of a method of this
+                library: a row per hop in place of one per token.
             internal_batch_size (int, optional): how many tokens of the continuation are
                 explained at a time, by methods that need gradients. Default: 8
             **kwargs: the method's own options (``aggregation``, ``start_layer``, ...).
@@ -101,7 +106,8 @@ class SSMLLMAttribution(LLMGradientAttribution):
         Returns:
             LLMAttributionResult: with ``token_attr (T, P)`` and ``seq_attr (P,)``, its sum over
             the continuation. What falls on earlier tokens of the continuation is excluded, as
-            Captum does; :func:`continuation_relevance` returns it.
+            Captum does; :func:`continuation_relevance` returns it. With ``hops`` ``token_attr
+            (K + 1, P)`` has a row per hop, and ``seq_attr`` is what all of them leave there.
 
         Raises:
             ValueError, TypeError: as for :func:`continuation_relevance`, and for a text ``target``
@@ -109,25 +115,33 @@ class SSMLLMAttribution(LLMGradientAttribution):
         """
         self._check_known(inp, target)
         if not isinstance(self.attr_method, TokenAttribution):
+            if span is not None or hops is not None:
+                raise TypeError(
+                    f"span or hops is given, and the method is Captum's {self.attr_method}; "
+                    "expected a method of captum_ssm. trace_rows takes rows of any method."
+                )
             return super().attribute(inp, target, gen_args, **kwargs)
         tokens = self._get_target_tokens(inp, target, gen_args=gen_args)
         prompt = self._format_model_input(inp.to_model_input())["input_ids"]
-        relevance = continuation_relevance(
-            self.attr_method,
-            prompt,
-            tokens.to(prompt.device),
-            attr_target=self.attr_target,
-            internal_batch_size=internal_batch_size,
-            **kwargs,
-        )[:, : prompt.shape[1]]
+        asked = self.attr_method, prompt, tokens.to(prompt.device)
+        options = {"internal_batch_size": internal_batch_size, **kwargs}
+        if span is None and hops is None:
+            relevance = continuation_relevance(*asked, attr_target=self.attr_target, **options)
+            total, names = relevance.sum(0), [self.tokenizer.decode(one) for one in tokens[:, None]]
+        else:
+            count = 0 if hops is None else hops
+            traced = trace(*asked, span=span, hops=count, score=self.attr_target, **options)
+            relevance, total, (first, last) = traced.relevance, traced.total, traced.span
+            names = [self.tokenizer.decode(tokens[first : last + 1])]
+            names += [f"hop {k}" for k in range(1, count + 1)]
         keep = getattr(inp, "itp_mask", None)
-        if keep is not None:
-            relevance = relevance[:, keep[0].to(relevance.device)]
+        kept = torch.arange(prompt.shape[1], device=relevance.device)
+        kept = kept if keep is None else kept[keep[0].to(relevance.device)]
         return LLMAttributionResult(
-            seq_attr=relevance.sum(0),
-            token_attr=relevance,
+            seq_attr=total[kept],
+            token_attr=relevance[:, kept],
             input_tokens=inp.values,
-            output_tokens=[self.tokenizer.decode(token) for token in tokens[:, None]],
+            output_tokens=names,
             inp=inp,
         )
 
@@ -201,4 +215,4 @@ def continuation_relevance(
         )
         return traced.relevance
     step = internal_batch_size
-    return Continued.of(method, prompt, continuation, attr_target, step, options).rows()
+    return Continued.of(method, prompt, continuation, attr_target, step, options).rows()[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -30,6 +29,7 @@ from captum_ssm.capture.model import input_embeddings
 from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement, is_causal
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.explanation.make.run import Run
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress
 

@@ -12,7 +12,7 @@ from captum_ssm.attr import FlowGraph, RelevanceFlow
 from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.questions import FAILS, Questions
 from captum_ssm.explanation.make.rows import Question
-from captum_ssm.explanation.parts import NEXT
+from captum_ssm.explanation.parts import NEXT, PART
 from captum_ssm.interventions import circuit
 from captum_ssm.utils.progress import progress
 
@@ -113,7 +113,7 @@ def _curve(
 def _asked(questions: Questions) -> Iterator[tuple[Output, Answer, Question]]:
     for output in questions.outputs:
         answer = output.answers[output.chosen]
-        if answer.row is not None:
+        if answer.row is not None and output.role != PART:
             yield output, answer, questions.questions[answer.row]
 
 

@@ -100,12 +100,12 @@ class Continued:
         """The continuation as one target, by weights ``(T,)`` of its tokens."""
         return SpanTarget(self.positions, self.continuation, weights, self.score)
 
-    def rows(self) -> Tensor:
-        """A row of relevance for each token of the continuation, ``(T, P + T - 1)``."""
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """A row for each token of the continuation, ``(T, P + T - 1)``, and deltas ``(T,)``."""
         pairs = zip(self.positions.tolist(), self.continuation.tolist(), strict=True)
         questions = [Question(i, token, explained=self.score) for i, token in pairs]
         run = Run(self.model)
-        return rows(self.method, run, self.ids, questions, step=self.step, **self.options)[0]
+        return rows(self.method, run, self.ids, questions, step=self.step, **self.options)
 
 
 def check_attr_target(attr_target: str) -> None:

@@ -14,7 +14,7 @@ from captum_ssm.explanation.make.circuits import circuits
 from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.run import Run
-from captum_ssm.explanation.units import named, sentences, within, words
+from captum_ssm.explanation.units import lines, named, sentences, within, words
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
 
@@ -61,6 +61,9 @@ def _units(
     whole: TokenizedText, prompt: int, spans: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[Span, ...]]:
     units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
+    each = lines(whole.tokens)
+    if len(each) > 1:
+        units["line"] = each
     if whole.turns:
         turns = whole.turns.spans(whole.tokens, prompt)
         units = {unit: within(parts, turns) for unit, parts in units.items()} | {"turn": turns}

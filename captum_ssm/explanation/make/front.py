@@ -15,8 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
-from captum_ssm.explanation.make.arrays import given
+from captum_ssm.explanation.make.answers import AskedAnswer
+from captum_ssm.explanation.make.arrays import Given, given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.generate import Generation, parse_generation, written
 from captum_ssm.explanation.make.images import image_questions
@@ -27,6 +29,7 @@ from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.questions import Setup, TextSetup
 from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.series import series_questions
+from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
@@ -71,6 +74,9 @@ def explain(
     against: Any = None,
     methods: Any = ("mamba-lrp",),
     validate: bool = False,
+    span: str | tuple[int, int] | None = None,
+    hops: int | None = None,
+    reasoning: tuple[str, str] | None = None,
     position: int | Sequence[int] | Literal["all"] | None = None,
     units: str | Mapping[str, tuple[int, int]] = "token",
     alternatives: int = 1,
@@ -150,6 +156,16 @@ def explain(
         validate (bool, optional): also remove the tokens, most relevant first, and keep how the
             score falls for each method and for random orders, in ``Example.validation``.
             Default: False
+        span (str or tuple, optional): explains several tokens of the continuation together, by one
+            row for the sum of their logits, in place of each by itself: a text of the continuation
+            (where it stands last), or the first and the last of its tokens, negative from the end.
+            Default: None
+        hops (int, optional): the relevance that falls on tokens of the continuation is handed on,
+            so many times, to what the model wrote these from (:func:`captum_ssm.trace`): of the
+            span, or of the answer after the thoughts, in addition to its single tokens.
+            Default: None
+        reasoning (tuple of str, optional): what the model's thoughts begin and end with; an empty
+            text for the beginning of the continuation. Default: ``("<think>", "</think>")``
         position (int, sequence of int or str, optional): explains what is predicted at these
             tokens of the text, negative from the end, in place of its continuation: the target,
             of one token, or the model's own prediction there; of labels those of these tokens.
@@ -157,9 +173,9 @@ def explain(
             then the continuation.
             Default: None
         units (str or dict, optional): what relevance is summed over where it is shown:
-            ``"token"``, ``"word"``, ``"sentence"``, or ``"turn"`` of a conversation; or named
-            parts of the text,
-            ``{"subject": (0, 4)}``, each a range of characters. The rows themselves are per
+            ``"token"``, ``"word"``, ``"sentence"``, ``"line"`` of a text that has several, or
+            ``"turn"`` of a conversation; or named parts of the text, ``{"subject": (0, 4)}``, each
+            a range of characters. The rows themselves are per
             token. Default: ``"token"``
         alternatives (int, optional): how many of the other likeliest answers are explained at
             each output, in addition to the target. Default: 1
@@ -230,7 +246,7 @@ def explain(
     texts, image = None, None
     if messages is None:
         tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    about = TextSetup(tokenizer, position, spans)
+    about = TextSetup(tokenizer, position, spans, AskedAnswer.of(span, hops, reasoning))
     questions: Sequence[Answerable]
     if features is not None and (messages is not None or texts is not None):
         raise TypeError("features names those of a series or a table, and the input is a text.")
@@ -242,17 +258,39 @@ def explain(
     else:
         own = None if is_tokenizer(tokenizer) else tokenizer
         found = given(setup.model, image, own if processor is None else processor, mean, std)
-        if found.note:
-            setup.note(found.note)
-        found = found.named(features)
-        ask = image_questions if found.kind in ("image", "video") else series_questions
-        questions = ask(found, target, against, labels)
+        questions = _about_array(setup, found.named(features), target, against, labels)
+    if about.answer.is_asked:
+        _require_continued(questions, validate)
     with showing(None if show_progress else False):
         examples = tuple(_answered(setup, questions, writing))
     asked = {"target": target, "against": against, "position": position}
     asked |= {"max_new_tokens": max_new_tokens, "generation": generation}
     asked |= {"units": "span" if spans else units, "spans": spans}
+    asked |= {"span": span, "hops": hops, "reasoning": reasoning}
     return _explanation(setup, examples, asked, title)
+
+
+def _about_array(
+    setup: Setup, found: Given, target: Any, against: Any, labels: Any
+) -> Sequence[Answerable]:
+    if found.note:
+        setup.note(found.note)
+    ask = image_questions if found.kind in ("image", "video") else series_questions
+    return ask(found, target, against, labels)
+
+
+def _require_continued(questions: Sequence[Answerable], validate: bool) -> None:
+    # Several tokens are explained together only where a text is continued.
+    if not all(isinstance(one, TextQuestion) for one in questions):
+        raise TypeError(
+            "span or hops is given, and the model does not continue texts: expected a language "
+            "model and a text."
+        )
+    if validate:
+        raise InputError(
+            "validate removes tokens for single outputs, and span or hops explains several "
+            "together; leave one of them out."
+        )
 
 
 def _explanation(

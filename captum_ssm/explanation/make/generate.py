@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.reading import read_ids
 from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.suggestions import did_you_mean
 

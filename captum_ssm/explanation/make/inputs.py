@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.arrays import may_be_text
 from captum_ssm.explanation.make.reading import TokenizedText, read, read_ids, read_pair
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import unknown_words
 

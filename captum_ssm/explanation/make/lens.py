@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.graph.relevance_rules import is_norm
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import first_of
 
 

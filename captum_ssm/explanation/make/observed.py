@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
 from captum_ssm.explanation.make.run import Run
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import first_of
 
 KEPT = 16  # results of modules: the output's maker is among the last

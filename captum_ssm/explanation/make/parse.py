@@ -12,7 +12,7 @@ from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.removal import Replacement
 from captum_ssm.utils.integers import as_index
 
-UNITS = ("token", "word", "sentence", "turn")
+UNITS = ("token", "word", "sentence", "line", "turn")
 MAPS = ("hidden-attention", "latim")
 
 

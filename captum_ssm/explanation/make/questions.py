@@ -13,6 +13,7 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
+from captum_ssm.explanation.make.answers import AskedAnswer, WholeAnswer
 from captum_ssm.explanation.make.removal import Replacement
 from captum_ssm.explanation.make.rows import Question, RowSource
 from captum_ssm.explanation.make.run import Run
@@ -56,11 +57,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class TextSetup:
-    """What is the same for all texts: ``position``, and named parts of a text, as given."""
+    """What is the same for all texts: ``position``, named parts, and a whole answer, as given."""
 
     tokenizer: Any
     position: Any
     spans: Mapping[str, tuple[int, int]]
+    answer: AskedAnswer
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Questions:
         self.choices = Choices(text_of, probabilities)
         self.questions: list[Question] = []
         self.outputs: list[Output] = []
+        self.answer: WholeAnswer | None = None
         self.validation: Validation | None = None
 
     def add(
@@ -164,13 +167,23 @@ class Questions:
             )
         )
 
+    def add_answer(self, answer: WholeAnswer, logits: Tensor) -> None:
+        """A whole answer, explained after all single ones, from ``logits (T, V)`` of its tokens."""
+        self.answer = answer
+        self.outputs.append(answer.output(logits, len(self.questions)))
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self.questions) + (0 if self.answer is None else self.answer.count)
+
     def require_memory(self, entries: int) -> None:
         """Raise where the rows do not fit the memory limit.
 
         Raises:
             MemoryLimitError: says what would fit.
         """
-        R, M = len(self.questions), len(self.setup.methods)
+        R, M = self.rows, len(self.setup.methods)
         with limit_memory(self.setup.memory_limit):
             require(
                 4 * R * M * entries,
@@ -194,7 +207,7 @@ class Questions:
         whole, relevance, deltas = {}, {}, {}
         for name, method in list(self.setup.methods.items()):
             try:
-                explained, delta = method.rows(self.run, inputs, self.questions, name)
+                explained, delta = self._rows(method, inputs, name)
             except FAILS as error:
                 if not self.setup.skips_failing or len(self.setup.methods) == 1:
                     raise
@@ -210,6 +223,22 @@ class Questions:
             asked = {row: self.questions[row] for row in rows if row is not None}
             self.validation = validated(self.run, inputs, whole, asked, self.setup.replacement)
         return relevance, deltas
+
+    def _rows(self, method: RowSource, inputs: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+        if self.answer is None:
+            return method.rows(self.run, inputs, self.questions, name)
+        found = self.answer.rows(method, self.run, inputs, name)
+        rows, deltas = found.relevance, found.delta
+        if self.questions:
+            each, delta = method.rows(self.run, inputs, self.questions, name)
+            rows = torch.cat([each, rows.to(each)])
+            deltas = torch.cat(
+                [
+                    torch.full_like(each[:, 0], torch.nan) if delta is None else delta,
+                    deltas.to(each),
+                ]
+            )
+        return rows, deltas if method.adds_up else None
 
 
 def per_example(name: str, target: Any, B: int, is_one: bool = True) -> list[Any]:

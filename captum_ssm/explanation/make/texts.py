@@ -14,6 +14,7 @@ from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.answers import AskedAnswer, WholeAnswer
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.lens import Lens
@@ -42,6 +43,7 @@ class TextQuestion:
     against: TokenizedText | None
     position: int | Sequence[int] | str | None
     spans: Mapping[str, tuple[int, int]]
+    asked: AskedAnswer
     first: FirstRun | None = None
 
     @classmethod
@@ -61,7 +63,14 @@ class TextQuestion:
         tokenizer, position = asked.tokenizer, asked.position
         target = _continuation(tokenizer, as_continuation(target), "target")
         against = _continuation(tokenizer, as_continuation(against), "against")
-        question = cls(tokenizer, text, target, against, position, asked.spans, task.first)
+        if asked.answer.is_asked and position is not None:
+            raise InputError(
+                f"position is {position!r}, which explains tokens of the text, and span or hops "
+                "explain the continuation together; give one of them."
+            )
+        question = cls(
+            tokenizer, text, target, against, position, asked.spans, asked.answer, task.first
+        )
         _arranged(question)
         return question
 
@@ -80,8 +89,16 @@ class TextQuestion:
         whole = texts.prompt
         if texts.follows_text:
             texts, whole = _followed(self, texts, int(logits[-1].argmax()))
-        questions = _questions(setup, self.tokenizer, texts, whole, logits, layers)
-        return explained_text(questions, ids, whole, len(texts.prompt.tokens), self.spans)
+        P = len(texts.prompt.tokens)
+        questions = Questions(setup, answer_text(self.tokenizer))
+        thoughts = self.asked.thoughts(whole.tokens, P)
+        if self.asked.span is None:
+            _add(questions, self.tokenizer, texts, whole, logits, layers)
+        if self.asked.is_asked:
+            part = self.asked.part(whole.tokens, P, thoughts)
+            questions.add_answer(WholeAnswer(self.asked, whole, P, part), logits)
+        example = explained_text(questions, ids, whole, P, self.spans)
+        return replace(example, reasoning=thoughts)
 
 
 def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:
@@ -139,16 +156,16 @@ def _followed(
     return replace(texts, target=target), texts.prompt.followed_by(target, gap)
 
 
-def _questions(
-    setup: Setup,
+def _add(
+    questions: Questions,
     tokenizer: Any,
     texts: _Texts,
     whole: TokenizedText,
     logits: Tensor,
     layers: Sequence[Tensor],
-) -> Questions:
+) -> None:
+    # One output for each token that is explained by itself.
     contrasts = _contrasts(texts, logits)
-    questions = Questions(setup, answer_text(tokenizer))
     unknown = getattr(tokenizer, "unk_token_id", None)
     for k, position in enumerate(texts.positions):
         chosen, typed = None if texts.target is None else texts.target.ids[0], None
@@ -157,7 +174,6 @@ def _questions(
             chosen, typed = token.id, token.text.strip() if token.id == unknown else None
         lens = [layer[k] for layer in layers]
         questions.add(logits[k], position, chosen, contrasts.get(k), lens, typed)
-    return questions
 
 
 def _continuation(

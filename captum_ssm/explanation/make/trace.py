@@ -49,8 +49,8 @@ class Trace:
             prompt's tokens, of generated tokens whose own score is not positive, and all of the
             last hop.
         delta (Tensor): ``(K + 1,)``, what each hop misses of what it should add up to: hop 0 of the
-            answer's score, hop k of what hop k - 1 handed on. NaN for rows of single tokens, and
-            for methods that do not add up to a score.
+            answer's score, hop k of what hop k - 1 handed on. NaN for methods that do not add up to
+            a score.
 
     Examples::
 
@@ -136,8 +136,8 @@ def trace(
 
     Examples::
 
-        >>> captum_ssm.trace(MambaLRP(model), input_ids, torch.tensor([4, 5, 6]), span=(2, 2))
-        <Trace of tokens 2 .. 2 after a prompt of 7: 2 hops, handed on 12%, 9%, 0%>
+        >>> captum_ssm.trace(MambaLRP(model), input_ids, torch.tensor([4, 5, 6]), hops=1).hops
+        1
     """
     text = Continued.of(method, prompt, continuation, score, internal_batch_size, options)
     asked = _Asked.of(text.prompt, len(text.continuation), span, hops, signs, least)
@@ -150,6 +150,7 @@ def trace_rows(
     prompt: int,
     *,
     scores: Tensor | None = None,
+    deltas: Tensor | None = None,
     span: tuple[int, int] | None = None,
     hops: int | None = None,
     signs: str = "net",
@@ -162,6 +163,7 @@ def trace_rows(
         prompt (int): P.
         scores (Tensor, optional): ``(T,)``, what each row is divided by where it is handed on;
             None for its own sum. Default: None
+        deltas (Tensor, optional): ``(T,)``, of the rows. Default: None
         span, hops, signs, least: as for :func:`trace`.
 
     Raises:
@@ -172,8 +174,8 @@ def trace_rows(
         >>> rows = captum_ssm.continuation_relevance(
         ...     MambaLRP(model), input_ids, torch.tensor([4, 5, 6])
         ... )
-        >>> captum_ssm.trace_rows(rows, prompt=7, span=(2, 2)).hops
-        2
+        >>> captum_ssm.trace_rows(rows, prompt=7, span=(2, 2), hops=1).relevance.shape
+        torch.Size([2, 9])
     """
     if rows.dim() != 2 or rows.shape[1] != prompt + len(rows) - 1 or prompt < 1:
         raise InputError(
@@ -184,7 +186,7 @@ def trace_rows(
     count = asked.last + 1
     rows = rows.detach()[:count, : prompt + count - 1]
     sums = rows.sum(1) if scores is None else scores.detach()[:count].to(rows)
-    return _traced(asked, _Rows(rows, sums))
+    return _traced(asked, _Rows(rows, sums, None if deltas is None else deltas[:count]))
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,10 @@ class _Asked:
 
 
 def _ends(span: Any, length: int) -> tuple[int, int]:
-    ends = [as_index(end) for end in span] if isinstance(span, (tuple, list)) else []
-    if len(ends) == 2 and None not in ends:
-        first, last = (end + length if end < 0 else end for end in ends)  # type: ignore[operator]
-        if 0 <= first <= last < length:
-            return first, last
+    indices = [as_index(end) for end in span] if isinstance(span, (tuple, list)) else []
+    ends = [end + length if end < 0 else end for end in indices if end is not None]
+    if len(ends) == len(indices) == 2 and 0 <= ends[0] <= ends[1] < length:
+        return ends[0], ends[1]
     raise InputError(
         f"span is {span!r}; expected the first and the last token of the answer, among the "
         f"{length} of the continuation: 0 .. {length - 1} (or -{length} .. -1 from the end)."
@@ -243,13 +244,16 @@ class _Source(Protocol):
 
 @dataclass(frozen=True)
 class _Rows:
-    # The rows of single tokens, (T, P + T - 1), and what they add up to, (T,).
+    # The rows of single tokens, (T, P + T - 1), what they add up to, (T,), and their deltas.
     rows: Tensor
     sums: Tensor
+    deltas: Tensor | None
 
     def row(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         row = weights.to(self.rows) @ self.rows
-        return row, torch.full_like(row[0], torch.nan)
+        if self.deltas is None:
+            return row, torch.full_like(row[0], torch.nan)
+        return row, weights.to(self.deltas) @ self.deltas
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,7 @@ class _Passes:
     def sums(self) -> Tensor:
         text = self.text
         if not text.method.needs_target(**text.options):
-            return text.rows().sum(1)
+            return text.rows()[0].sum(1)
         with torch.no_grad():
             logits = extract_logits(Run(text.model)(text.ids))
         return text.target().scores(logits, text.ids.shape[1])[0]
@@ -280,8 +284,8 @@ class _Passes:
 def _source(text: Continued) -> _Source:
     if text.method.is_additive(**text.options):
         return _Passes(text)
-    rows = text.rows()
-    return _Rows(rows, rows.sum(1))
+    rows, deltas = text.rows()
+    return _Rows(rows, rows.sum(1), deltas)
 
 
 def _traced(asked: _Asked, source: _Source) -> Trace:

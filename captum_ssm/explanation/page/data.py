@@ -12,6 +12,7 @@ import numpy as np
 
 from captum_ssm.explanation.circuits import check_circuits
 from captum_ssm.explanation.page.opening import opening_of
+from captum_ssm.explanation.page.whole import divided, whole_of
 from captum_ssm.explanation.parts import (
     END,
     SPAN,
@@ -82,6 +83,8 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
         return data | _image(example.image, example.grid, found)
     if example.series is not None:
         return data | _series(example.series, example.features, found)
+    whole = whole_of(example, is_written)
+    units = {unit: divided(spans, whole) for unit, spans in example.units.items()}
     return data | {
         "tokens": [token.text for token in example.tokens],
         "unknown": [[k, one.read_as] for k, one in enumerate(example.tokens) if one.read_as],
@@ -89,10 +92,10 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
         "prompt": example.prompt,
         "units": {
             unit: {"ends": [span.end for span in spans], "names": [span.name for span in spans]}
-            for unit, spans in example.units.items()
+            for unit, spans in units.items()
         },
         "rows": {name: packed(rows) for name, rows in found.items()},
-        **({} if example.reasoning is None else {"reasoning": list(example.reasoning)}),
+        **({} if whole is None else {"whole": whole}),
     }
 
 

@@ -18,11 +18,14 @@ OF_CIRCUITS = (
     *("flow_layout", "flow_words", "flow_picture", "flow_strip"),
     *("flow_curve", "flow_ledger", "flow"),
 )
+# They show a whole answer, and only come with an explanation that has one of several tokens.
+OF_ANSWERS = ("answer_trace", "answer_words", "answer_picture", "answer_picker", "answer")
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
     *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors"),
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
     *OF_CIRCUITS,
+    *OF_ANSWERS,
     *("turns", "text", "image", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
@@ -84,8 +87,8 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
     # Legal in JSON strings alone, so no value changes; and nothing in the data can end its element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     text = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-    drawn = draws_circuits(explanation)
-    style, code = stylesheet(drawn), script(drawn) + _START
+    extras = extras_of(data)
+    style, code = stylesheet(*extras), script(*extras) + _START
     page = _PAGE.format(
         title=html.escape(explanation.title).encode("ascii", "xmlcharrefreplace").decode(),
         style=style,
@@ -103,21 +106,24 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
     return page
 
 
-def draws_circuits(explanation: ExplanationData) -> bool:
-    """Whether any example has a circuit."""
-    return any(example.circuits for example in explanation.examples)
+def extras_of(data: dict) -> tuple[bool, bool]:
+    """Whether any example of a page's data has a circuit, and whether one has a whole answer."""
+    examples = data["examples"]
+    return any(one["circuits"] for one in examples), any("whole" in one for one in examples)
 
 
 @cache
-def stylesheet(circuits: bool = True) -> str:
-    """The style, with that of circuits or without."""
-    return _read("page.css") + (_read("flow.css") if circuits else "")
+def stylesheet(circuits: bool = True, answers: bool = True) -> str:
+    """The style, with that of circuits and of whole answers or without."""
+    names = ("page", *(("flow",) if circuits else ()), *(("answer",) if answers else ()))
+    return "".join(_read(f"{name}.css") for name in names)
 
 
 @cache
-def script(circuits: bool = True) -> str:
+def script(circuits: bool = True, answers: bool = True) -> str:
     """The modules as one: without their imports and exports, which have the same names."""
-    names = [name for name in MODULES if circuits or name not in OF_CIRCUITS]
+    left_out = {*(() if circuits else OF_CIRCUITS), *(() if answers else OF_ANSWERS)}
+    names = [name for name in MODULES if name not in left_out]
     joined = "\n".join(_read(f"{name}.js") for name in names)
     joined = re.sub(r"^import \{[^}]*\} from [^;]*;\n", "", joined, flags=re.MULTILINE)
     return re.sub(r"^export ", "", joined, flags=re.MULTILINE)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from captum_ssm.explanation.page.data import page_data
-from captum_ssm.explanation.page.html import draws_circuits, page_html, script, stylesheet
+from captum_ssm.explanation.page.html import extras_of, page_html, script, stylesheet
 from captum_ssm.explanation.parts import ExplanationData
 
 _RENDER = """
@@ -46,14 +46,15 @@ def widget(explanation: ExplanationData) -> Any:
             "a file instead."
         ) from error
 
-    drawn = draws_circuits(explanation)
+    data = page_data(explanation)
+    extras = extras_of(data)
 
     class ExplanationWidget(anywidget.AnyWidget):
-        _esm = script(drawn) + _RENDER
-        _css = stylesheet(drawn)
+        _esm = script(*extras) + _RENDER
+        _css = stylesheet(*extras)
         data = traitlets.Unicode().tag(sync=True)
 
-    return ExplanationWidget(data=json.dumps(page_data(explanation), separators=(",", ":")))
+    return ExplanationWidget(data=json.dumps(data, separators=(",", ":")))
 
 
 def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:

@@ -28,9 +28,9 @@ from captum_ssm.inspection.receptive_field.unit import (
 from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.captum_api import TargetType, is_tuple
-from captum_ssm.utils.checkpoints import without_checkpoints
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.plain_graph import plain_graph
 
 __all__ = ["Area", "ReceptiveField", "effective_receptive_field"]
 
@@ -252,7 +252,7 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
     inputs = tensor.detach().clone()
     if tensor.is_floating_point():
         inputs.requires_grad_()
-    with on_thrown_away(request) as (of_copies, copies), without_checkpoints():
+    with on_thrown_away(request) as (of_copies, copies), plain_graph():
         for _, mixer in find_mixers(copies.root):
             mixer.register_forward_hook(keep)
         if request.by_ids:

@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm.mixers.call import MixerCall, without_caches
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import projection
+from captum_ssm.mixers.past import Past, by_key
 from captum_ssm.mixers.registry import adapts
-from captum_ssm.operators import SoftmaxOperator
+from captum_ssm.operators import LatterOperator, SoftmaxOperator
 from captum_ssm.utils.blocks import bound
 
 _INTERFACE = "captum_ssm_record"
@@ -65,6 +66,8 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     seen = _record(call)
     query, key, value = (seen[n].to(call.dtype) for n in ("query", "key", "value"))
     groups = query.shape[1] // key.shape[1]
+    first = key.shape[2] - query.shape[2]
+    query = F.pad(query, (0, 0, first, 0))  # the tokens before ask for nothing here
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     H, P = value.shape[1], value.shape[-1]
     sinks = seen.get("s_aux") if seen.get("sinks") is None else seen["sinks"]
@@ -78,11 +81,23 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         sinks=None if sinks is None else sinks.to(call.dtype),
     )
     return FrozenMixer(
-        recurrence=operator,
-        inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
+        recurrence=LatterOperator(operator, first) if first else operator,
+        state=by_key(value[:, :, :first]) if first else None,
+        inputs=value[:, :, first:].transpose(1, 2).reshape(*call.output.shape[:2], H * P),
         **projection(call, call.module.get_submodule(_output_path(call.module))),
         gate=seen["gate"],
     )
+
+
+class _Cached:
+    # Stands for a cache: what a module adds comes after what was there when it was called.
+    def __init__(self, past: Past) -> None:
+        assert past.state is not None
+        self.before = past.tails[0], past.state
+
+    def update(self, *new: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        pairs = zip(self.before, new, strict=False)
+        return tuple(torch.cat([old.to(x), x], -2) for old, x in pairs)
 
 
 class _Keep(nn.Module):
@@ -109,6 +124,9 @@ def _record(call: MixerCall) -> dict[str, Any]:
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
+    if call.past is not None and call.past.state is not None:
+        given = (name for name, x in call.kwargs.items() if hasattr(x, "update"))
+        kwargs |= dict.fromkeys(given, _Cached(call.past))
     # The class's forward: the instance's own may be wrapped, to record the module.
     with bound(_RECORDING, seen), _KeepDirect():
         type(module).forward(module, *call.args, **kwargs)
@@ -209,7 +227,7 @@ def _masked(seen: dict[str, Any], query: Tensor) -> Tensor | None:
     mask, L = seen["mask"], query.shape[2]
     window = seen.get("sliding_window")
     if torch.is_tensor(mask) and mask.dim() == 4:
-        mask = mask[..., :L]
+        mask = F.pad(mask[..., :L], (0, 0, L - mask.shape[-2], 0))
         if mask.dtype == torch.bool:
             return _added(mask, query)
         lowest = torch.finfo(mask.dtype).min

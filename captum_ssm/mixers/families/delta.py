@@ -27,6 +27,7 @@ from captum_ssm.mixers.parts import (
     short_conv,
     unit,
 )
+from captum_ssm.mixers.past import by_key
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -79,6 +80,7 @@ def _freeze_delta(
         activation=factor[..., -D:],
         gate=act(gate),
         gate_argument=gate if act is F.silu else None,
+        state=call.state(by_key),
     )
     return mixer.with_values(values).normed(rms_scale(call, norm, H))
 

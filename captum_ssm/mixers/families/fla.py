@@ -31,6 +31,7 @@ from captum_ssm.mixers.parts import (
     short_conv,
     unit,
 )
+from captum_ssm.mixers.past import by_key
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator, one_state
 
@@ -114,6 +115,7 @@ def _frozen(
         gate=gate.factor,
         gate_argument=gate.argument,
         offset=offset,
+        state=call.state(by_key),
     )
     return mixer.normed(lambda y: rms_factor(y, weight, eps or norm.eps, groups), bonus)
 
@@ -237,7 +239,7 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
     """RWKV-6: a decay per key dimension, a read before the write, and a bonus per token."""
     module = call.module
     x, mask = masked_tokens(call)
-    delta = previous(x) - x
+    delta = previous(x, call.before(x, 1)) - x
     first, act, last = module.x_proj
     low = call.linear(first.linear, x + delta * call.parameter(first.mu))
     low = act(low).unflatten(-1, (5, -1))  # (B, L, 5, rank)
@@ -269,7 +271,7 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
     """RWKV-7: a delta rule with a decay per key dimension, and a bonus after the norm."""
     module = call.module
     x, mask = masked_tokens(call)
-    delta = previous(x) - x
+    delta = previous(x, call.before(x, 1)) - x
     mixed = {n: x + delta * call.parameter(getattr(module, f"x_{n}")) for n in "rwkvag"}
     # exp(-1/2), written as in the layer.
     log_decay = -0.6065306597126334 * torch.sigmoid(_low_rank(call, module.w_lora, mixed["w"]))

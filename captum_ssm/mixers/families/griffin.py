@@ -48,4 +48,5 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
         **projection(call, module.linear_out),
         gate=module.act_fn(z),
         gate_argument=z,
+        state=call.state(),
     )

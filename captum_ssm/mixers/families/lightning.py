@@ -11,6 +11,7 @@ from torch import Tensor
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import activation_factor, projection, rms_scale
+from captum_ssm.mixers.past import by_key
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -40,5 +41,6 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
         activation=heads(factor)[2].flatten(2),
         **projection(call, module.out_proj),
         gate=torch.sigmoid(call.linear(module.output_gate, x)),
+        state=call.state(by_key),
     )
     return mixer.with_values(v.flatten(2)).normed(rms_scale(call, module.norm))

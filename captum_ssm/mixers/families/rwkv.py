@@ -11,6 +11,8 @@ all features have the same :math:`\mu`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,9 @@ from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import previous, projection
+from captum_ssm.mixers.past import Past, check_state
 from captum_ssm.mixers.registry import adapts
-from captum_ssm.operators import wkv_operator, wkv_state
+from captum_ssm.operators import LatterOperator, TokenOperator, wkv_operator, wkv_state
 
 
 @adapts("RwkvSelfAttention")
@@ -27,7 +30,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     """RWKV-4's time mixing."""
     module = call.module
     x = call.tokens("hidden")
-    shifted = previous(x)
+    shifted = previous(x, call.before(x, 1))
 
     def project(layer: torch.nn.Module, mix: Tensor) -> Tensor:
         share = call.parameter(mix)
@@ -42,8 +45,16 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     values = project(module.value, module.time_mix_value)
     gate = torch.sigmoid(project(module.receptance, module.time_mix_receptance))
     decay = torch.exp(call.parameter(module.time_decay))
+    state, bonus = call.state(), call.parameter(module.time_first)
+    if state is None:
+        recurrence: TokenOperator = wkv_operator(key, decay, bonus)
+    else:
+        before = call.before(key, 1)
+        assert before is not None
+        recurrence = LatterOperator(wkv_operator(torch.cat([before, key], 1), decay, bonus), 1)
     return FrozenMixer(
-        recurrence=wkv_operator(key, decay, call.parameter(module.time_first)),
+        recurrence=recurrence,
+        state=state,
         memory=lambda: wkv_state(key, decay),
         inputs=inputs,
         **projection(call, module.output),
@@ -53,3 +64,22 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
         # Eq. 18 has no token shift of the values, which is the convolution here.
         paper_components=("activation", "gate", "norm"),
     )
+
+
+def past_of(module: Any, arguments: dict[str, Any], tokens: Tensor) -> Past | None:
+    """What RWKV's list of states holds for a layer: an average of values, as one token before.
+
+    Its numerator, denominator and largest exponent are those of one token, whose value is the
+    average and whose key is the logarithm of the denominator.
+    """
+    states = arguments.get("state")
+    if not isinstance(states, (list, tuple)) or len(states) != 5:
+        return None
+    shift, numerator, total, peak = (x[:, None, :, module.layer_id].clone() for x in states[1:])
+    if not bool(total.any()):
+        return None
+    check_state("states of examples", shift, (tokens.shape[0], 1, tokens.shape[2]))
+    return Past((shift, peak + total.log()), numerator / total)
+
+
+freeze_wkv.past_of = past_of  # type: ignore[attr-defined]

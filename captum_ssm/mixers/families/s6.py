@@ -65,6 +65,7 @@ def freeze_scan(
         activation=activation,
         gate=F.silu(z),
         gate_argument=z,
+        state=call.state(),
     ).with_values(values, convolved=psi)
 
 

@@ -10,15 +10,17 @@ Inkling puts a convolution with a residual after each attention and each MLP: y 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import ShortConv, masked_tokens, projection, short_conv
 from captum_ssm.mixers.registry import adapts
-from captum_ssm.operators import SkipOperator, TokenOperator
+from captum_ssm.operators import LatterOperator, SkipOperator, TokenOperator
 
 
 @adapts("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
@@ -27,9 +29,12 @@ def freeze_short_conv(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, _ = masked_tokens(call)
     b, c, u = call.linear(module.in_proj, x).chunk(3, -1)
-    conv = short_conv(call, module.conv, b * u)
+    conv = short_conv(replace(call, past=None), module.conv, b * u)
+    assert conv.taps is not None
+    before = call.before(conv.inputs, conv.taps.shape[1] - 1)
     return FrozenMixer(
-        recurrence=_band(conv),
+        recurrence=_band(conv, before),
+        state=before,
         inputs=u,
         activation=b,
         gate=c,
@@ -63,6 +68,10 @@ def residual_scale(module: Any) -> float:
     return 1 / math.sqrt(size + 1) if type(module).__name__.startswith("Inkling2") else 1.0
 
 
-def _band(conv: ShortConv) -> TokenOperator:
+def _band(conv: ShortConv, before: Tensor | None = None) -> TokenOperator:
     assert conv.taps is not None
-    return SkipOperator(torch.ones_like(conv.inputs)).convolved(conv.taps)
+    ones = torch.ones_like(conv.inputs)
+    if before is None:
+        return SkipOperator(ones).convolved(conv.taps)
+    whole = SkipOperator(torch.cat([torch.ones_like(before), ones], 1)).convolved(conv.taps)
+    return LatterOperator(whole, before.shape[1])

@@ -77,6 +77,7 @@ def freeze_scan(
         activation=activation,
         gate=gate,
         gate_argument=z,
+        state=call.state(),
     ).with_values(values)
     if norm_before_gate is None:
         return mixer

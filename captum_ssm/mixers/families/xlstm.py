@@ -13,8 +13,9 @@ from torch import Tensor
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import projection, rms_scale
+from captum_ssm.mixers.past import by_key
 from captum_ssm.mixers.registry import adapts
-from captum_ssm.operators import mlstm_operator
+from captum_ssm.operators import TokenOperator, mlstm_from, mlstm_operator
 
 
 @adapts("xLSTMLayer")
@@ -37,7 +38,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
             for layer in (module.igate_preact, module.fgate_preact)
         )
     q, k = (t.unflatten(-1, (H, -1)) for t in (q, k))  # (B, L, H, N)
-    recurrence = mlstm_operator(q, k, i, f, width=v.shape[-1] // H, eps=config.eps)
+    recurrence = _recurrence(call, q, k, i, f, v.shape[-1] // H)
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
     gate = torch.sigmoid(o)
@@ -47,9 +48,23 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
         inputs=(heads - heads.mean(-1, keepdim=True)).flatten(2),
         **projection(call, module.out_proj),
         gate=gate,
+        state=call.state(by_key),
         offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
     )
     return mixer.normed(rms_scale(call, norm, H))
+
+
+def _recurrence(
+    call: MixerCall, q: Tensor, k: Tensor, i: Tensor, f: Tensor, width: int
+) -> TokenOperator:
+    past, eps = call.past, call.module.config.eps
+    if past is None:
+        return mlstm_operator(q, k, i, f, width=width, eps=eps)
+    begun = past.recall(i, 1), past.recall(i, q.shape[-1], ahead=1)
+    operator, left = mlstm_from(q, k, i, f, begun, width=width, eps=eps)
+    for x in left or ():
+        past.keep(x)
+    return operator
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:

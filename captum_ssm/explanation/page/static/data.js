@@ -90,12 +90,15 @@ export class Example {
     this.turns = this.units.turn;
     // The output whose answer stands at a token; of several that of the first.
     this.places = new Map();
-    outputs.forEach(({ chosen }, k) => {
+    outputs.forEach(({ chosen, part }, k) => {
+      if (part) return;
       const [first, end] = this.standing({ output: k, answer: chosen }) ?? [0, 0];
       for (let token = first; token < end; token += 1) {
         if (!this.places.has(token)) this.places.set(token, k);
       }
     });
+    // An answer of several tokens, explained as a whole: only pages that have one come with its scripts.
+    this.whole = null;
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
     })));
@@ -204,8 +207,8 @@ export class Example {
   // The tokens where an answer stands, the first and the one after the last: it follows the token
   // that it is read from, is its label, or is a part of the text.
   standing({ output, answer }) {
-    const { position, role, answers } = this.outputs[output];
-    if (answers[answer].at) return answers[answer].at;
+    const { position, role, answers, part } = this.outputs[output];
+    if (part || answers[answer].at) return part ?? answers[answer].at;
     if (position === null) return null;
     return role === "label" ? [position, position + 1] : [position + 1, position + 2];
   }
@@ -335,23 +338,36 @@ export class Example {
 
   relevance(method, pick, against, unit, hidden) {
     const terms = this.terms(pick, against);
-    return new Relevance(this, method, terms, this.outputs[pick.output], unit, hidden);
+    const rows = this.rows[method.name];
+    const { position, readAt } = this.outputs[pick.output];
+    const delta = this.deltas[method.name];
+    return new Relevance(this, unit, hidden, {
+      rows: rows && terms?.map(([row, sign]) => [rows.row(row), sign]), position, readAt,
+      score: (sum) => (delta && terms ? terms.reduce((all, [row, sign]) => all + sign * delta[row], sum) : null),
+    });
+  }
+
+  // What a span of the answer rests on, at a hop.
+  relevanceOfSpan(method, trace, span, hop, unit, hidden) {
+    return new Relevance(this, unit, { ...hidden, own: false, last: false }, {
+      rows: trace.isMissing ? null : [[trace.row(hop), 1]], position: null, readAt: null, last: span[1] - 2,
+      apart: hop === "0" && !trace.isMissing ? trace.apart : 0,
+      score: (sum) => (hop === "0" ? this.whole.score(method.name, span, sum) : null),
+    });
   }
 }
 
 // The relevance of each part, and its share of what is shown.
 class Relevance {
-  constructor(example, method, terms, output, unit, hidden) {
-    const { position, readAt } = output;
-    const rows = example.rows[method.name];
+  constructor(example, unit, hidden, { rows, position, readAt, score, apart = 0, last = position ?? unit.of.length - 1 }) {
+    this.apart = apart; // what reading tokens have in the rows of several tokens, where they are hidden
     this.values = new Float32Array(unit.count);
     this.position = position;
-    this.isMissing = !rows || !terms;
-    this.isDirect = terms?.length === 1;
+    this.isMissing = !rows;
+    this.isDirect = rows?.length === 1;
     // Later tokens are not read, unless the model reads in both directions.
-    let last = position ?? unit.of.length - 1;
-    for (const [row, sign] of this.isMissing ? [] : terms) {
-      rows.row(row).forEach((value, source) => {
+    for (const [row, sign] of rows ?? []) {
+      row.forEach((value, source) => {
         this.values[unit.of[source]] += sign * value;
         if (value) last = Math.max(last, source);
       });
@@ -368,8 +384,8 @@ class Relevance {
 
     const parts = range(this.read + 1);
     const size = (part) => Math.abs(this.values[part]);
-    this.sum = parts.reduce((sum, part) => sum + this.values[part], 0);
-    this.everything = parts.reduce((sum, part) => sum + size(part), 0) || 1;
+    this.sum = parts.reduce((sum, part) => sum + this.values[part], apart);
+    this.everything = parts.reduce((sum, part) => sum + size(part), Math.abs(apart)) || 1;
     this.ownShare = this.own < 0 ? 0 : size(this.own) / this.everything;
     const shown = parts.filter((part) => !this.hidden.has(part));
     this.total = shown.reduce((sum, part) => sum + size(part), 0) || 1;
@@ -377,10 +393,7 @@ class Relevance {
     const least = hidden.share * this.total;
     this.order = shown.filter((part) => size(part) >= least).sort((a, b) => size(b) - size(a));
     this.ranks = new Map(this.order.map((part, rank) => [part, rank]));
-    const delta = example.deltas[method.name];
-    this.score = delta && terms
-      ? this.sum + terms.reduce((sum, [row, sign]) => sum + sign * delta[row], 0)
-      : null;
+    this.score = this.isMissing ? null : score(this.sum);
   }
 
   has(part) {

@@ -75,3 +75,12 @@ export function token(text) {
 export function quoted(text) {
   return ["“", token(text), "”"];
 }
+
+// A text that is cut in the middle, at words.
+export function abridged(text, most) {
+  const all = text.trim().replace(/\s+/g, " ");
+  if (all.length <= most) return all;
+  const head = all.slice(0, Math.ceil(most * 0.6)).replace(/\s\S*$/, "");
+  const tail = all.slice(all.length - Math.floor(most * 0.35)).replace(/^\S*\s/, "");
+  return `${head} … ${tail}`;
+}

@@ -14,6 +14,8 @@ const KEYS = [
   ["u", "next unit: tokens, words, …"],
   ["o", "the reading token (reads itself) shown or hidden"],
   ["t", "in a conversation: the template’s tokens shown or hidden"],
+  ["Shift + ← → Home End", "in a whole answer: explain more, or fewer, of its words together"],
+  ["h H", "of a whole answer: the next, the previous step back"],
   ["[ ]", "strongest color for more, for fewer values"],
   ["l", "next map"],
   ["+ − 0 Esc", "in a map: zoom, whole map, close"],

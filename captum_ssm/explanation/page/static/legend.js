@@ -45,7 +45,7 @@ export class Legend {
 
 // What the two ends of the scale mean.
 function sides({ example, state }) {
-  if (state.values.view === "pair") return ["against it", "for it"];
+  if (state.values.view === "pair" || state.span) return ["against it", "for it"];
   if (example.answer(state.pick).p === null) return ["lowers it", "raises it"];
   const answer = name(example.answer(state.pick).text);
   const { n } = state.values;

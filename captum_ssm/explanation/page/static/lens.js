@@ -15,7 +15,7 @@ export class Lens {
 
   update({ example, state }) {
     const { lens, answers } = example.outputs[state.pick.output];
-    this.node.hidden = lens.length === 0;
+    this.node.hidden = lens.length === 0 || (state.span !== null && !state.isOneToken);
     const { id, text } = answers[state.pick.answer];
     fill(this.table, lens.map((layer, k) => element("tr", {},
       element("th", { scope: "row" }, k === lens.length - 1 ? `${k} · last` : String(k)),

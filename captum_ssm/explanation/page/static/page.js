@@ -1,4 +1,6 @@
 // The page: reads the data, draws the present state, and changes it on request.
+import { Answer } from "./answer.js";
+import { WholeAnswer } from "./answer_trace.js";
 import { Check } from "./check.js";
 import { Slider } from "./controls.js";
 import { Colors } from "./colors.js";
@@ -25,6 +27,10 @@ import { Tip } from "./tip.js";
 // Draw an explanation into an element. `whole`: it is all of a document, whose URL has the state.
 export async function openPage(parent, data, { whole }) {
   const examples = await Promise.all(data.examples.map((example) => Example.unpack(example)));
+  examples.forEach((example, k) => {
+    const { whole } = data.examples[k];
+    if (whole) example.whole = new WholeAnswer(example, whole);
+  });
   const page = new Page(data, examples, whole);
   parent.append(page.root);
   page.start();
@@ -32,6 +38,7 @@ export async function openPage(parent, data, { whole }) {
 }
 
 const WITHOUT_CIRCUIT = { node: null, owns: () => false, update: () => {} };
+const WITHOUT_ANSWER = { node: null, attach: () => {}, update: () => {}, step: () => {} };
 
 class Page {
   constructor(data, examples, whole) {
@@ -84,6 +91,7 @@ class Page {
     this.picks = new Picks(this);
     // A page without a circuit comes without the scripts that draw one.
     this.flow = data.examples.some(({ circuits }) => circuits.length) ? new Flow(this) : WITHOUT_CIRCUIT;
+    this.answer = data.examples.some(({ whole }) => whole) ? new Answer(this) : WITHOUT_ANSWER;
     this.settings = new Settings(this);
     this.panels = new Panels(this);
     this.reading = new Reading(this);
@@ -100,7 +108,7 @@ class Page {
         element("div", { class: "tools" }, this.themeButton, helpButton)),
       this.list.node,
       element("div", { class: "body" }, this.common.node, this.question.node, this.picks.node,
-        this.flow.node, this.settings.node,
+        this.answer.node, this.flow.node, this.settings.node,
         element("div", { class: "work" }, this.panels.node,
           element("aside", { "aria-label": "Scale and largest sources" },
             element("div", {}, this.legend.node, this.quantile.node, this.least.node),
@@ -174,6 +182,8 @@ class Page {
       x: () => values.view !== "pair" && next("n", example.contrasts(state.pick)),
       u: () => next("u", example.unitNames),
       o: () => this.set({ own: state.writtenOwn(!state.showsOwn) }),
+      h: () => this.answer.step(1),
+      H: () => this.answer.step(-1),
       t: () => example.turns && this.set({ template: 1 - values.template }),
       l: () => next("map", ["", ...state.mapIds]),
       e: () => next("e", state.listed),
@@ -205,6 +215,7 @@ class Page {
     this.common.update(state);
     this.question.update(state);
     this.picks.update(state);
+    this.answer.update(state);
     this.flow.update(state);
     this.settings.update(state);
     this.quantile.show(state.values.q);
@@ -233,7 +244,8 @@ class Page {
     const hidden = { own: !state.showsOwn, last: !values.last, template: !values.template, share: values.min / 100 };
     const panel = (method, pick, more) => ({
       method, pick, against: values.n,
-      relevance: example.relevance(method, pick, values.n, unit, hidden), ...more,
+      relevance: state.span ? example.relevanceOfSpan(method, state.trace(method), state.span, values.hop, unit, hidden)
+        : example.relevance(method, pick, values.n, unit, hidden), ...more,
     });
     const panels = {
       one: () => [panel(method, pick)],

@@ -73,12 +73,13 @@ export class Panels {
     for (const panel of panels) {
       panel.title = this.#title(panel);
       panel.drawn = new Panel(page, panel);
+      if (example.whole) page.answer.attach(panel.drawn);
     }
     this.node.className = `stage ${values.view}`;
     fill(this.node, panels.map(({ drawn }) => drawn.node));
     panels.forEach(({ drawn, pick }, k) => {
       if (isSameText) drawn.scroll = scrolls[k] ?? scrolls[0];
-      else if (example.isText) drawn.reveal(unit.of[example.outputs[pick.output].position ?? 0]);
+      else if (example.isText) drawn.reveal(unit.of[page.state.span?.[0] ?? example.outputs[pick.output].position ?? 0]);
     });
     if (focused < 0) return;
     const { drawn } = panels[Math.min(focused, panels.length - 1)];

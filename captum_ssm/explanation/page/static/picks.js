@@ -36,14 +36,15 @@ export class Picks {
   update(state) {
     const { example, values, pick, picks } = state;
     const isPair = values.view === "pair";
-    const several = example.outputs.length > 1;
+    const isSpan = state.span !== null && !state.isOneToken;
+    const several = example.outputs.length > 1 && !state.span;
     this.outputs.node.hidden = !several;
     if (several) this.outputs.show(picks.map((each) => chip(state, each)), String(pick.output));
     center(this.outputs.checked);
 
     const output = example.outputs[pick.output];
     const explained = new Set(example.picks(pick.output).map((each) => each.answer));
-    this.answers.node.hidden = (isPair && several) || output.answers.length < 2;
+    this.answers.node.hidden = isSpan || (isPair && several) || output.answers.length < 2;
     this.answers.caption.textContent = example.answersAre;
     this.answers.show(output.answers.map((answer, k) =>
       answerOption(state, { output: pick.output, answer: k }, answer, explained.has(k)),
@@ -53,7 +54,7 @@ export class Picks {
     this.clicks.show([false, true].map((value) => ({ value, content: value ? "B" : "A" })), this.setsSecond);
 
     const contrasts = example.contrasts(pick);
-    this.contrast.node.hidden = isPair || contrasts.length < 2;
+    this.contrast.node.hidden = isPair || isSpan || contrasts.length < 2;
     this.contrast.show(contrasts.map((against) => {
       if (against < 0) return { value: -1, content: "none", title: "The answer by itself" };
       const answer = output.answers[against];

@@ -1,6 +1,8 @@
 // What is explained, as a sentence, and what the model gives it.
-import { element, fill } from "./dom.js";
-import { likely, name, plain, quoted, token } from "./format.js";
+import { element, fill, range } from "./dom.js";
+import { count, likely, name, percent, plain, quoted, abridged, token } from "./format.js";
+
+const HEADING_LETTERS = 90; // letters of an answer in the heading
 
 // How a question about an output begins.
 const ASKED = {
@@ -16,7 +18,11 @@ export class Question {
     this.node = element("section", { class: "ask" }, this.title, this.facts);
   }
 
-  update({ example, values, pick, second }) {
+  update({ example, values, pick, second, span, isOneToken }) {
+    if (span && !isOneToken) {
+      this.#ask(example, span);
+      return;
+    }
     const output = example.outputs[pick.output];
     const isPair = values.view === "pair";
     const answer = example.answer(pick);
@@ -32,6 +38,25 @@ export class Question {
     fill(this.facts, "The model gives ", facts(answer, output),
       other && ["; ", facts(other, others)], ".");
   }
+
+  // A span of a whole answer.
+  #ask(example, [first, end]) {
+    fill(this.title, "Why ", quoted(abridged(example.text(first, end), HEADING_LETTERS)), "?");
+    const outputs = range(end - first).map((k) => example.outputs[example.places.get(first + k)])
+      .filter((output) => output?.role === "next");
+    fill(this.facts, "The model gives ", element("b", {}, count(end - first, "token")), factsOf(example, outputs), ".");
+  }
+}
+
+// How likely an answer of several tokens is, token by token.
+function factsOf(example, outputs) {
+  const likelihoods = outputs.map((output) => output.answers[output.chosen].p);
+  const least = Math.min(...likelihoods);
+  if (!outputs.length || likelihoods.includes(null)) return "";
+  const { answers, chosen } = outputs[likelihoods.indexOf(least)];
+  const product = likelihoods.reduce((all, p) => all * p, 1);
+  return [", each after the one before, with a probability of ", element("b", {}, percent(product)), " together; the least likely one, ",
+    token(answers[chosen].text), ", has ", element("b", {}, percent(least))];
 }
 
 function facts({ text, p, rank, logit }, { of }) {

@@ -5,7 +5,7 @@ import { visible } from "./format.js";
 import { VIEWS } from "./state.js";
 
 const UNITS = {
-  token: "Token", word: "Word", sentence: "Sentence", turn: "Turn", span: "Part", patch: "Patch",
+  token: "Token", word: "Word", sentence: "Sentence", line: "Line", turn: "Turn", span: "Part", patch: "Patch",
   pixel: "Pixel", value: "Value", step: "Time step", feature: "Feature", frame: "Frame",
 };
 const OPACITIES = [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100];
@@ -46,10 +46,10 @@ export class Settings {
 
     const places = example.outputs.map(({ position }) => position);
     // An image, and an answer that all tokens are read for, has no single token that is read.
-    this.own.node.hidden = example.outputs.every(({ position, readAt }) => position === null && readAt === null);
+    this.own.node.hidden = (state.span && state.trace(state.method).isGiven) || example.outputs.every(({ position, readAt }) => position === null && readAt === null);
     this.own.show(!state.showsOwn);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
-    this.last.node.hidden = !example.prompt || example.isLabeled || places.includes(null) ||
+    this.last.node.hidden = !example.prompt || example.isLabeled || places.includes(null) || state.span !== null ||
       places.every((position) => position === example.prompt - 1);
     this.last.show(!values.last);
     this.template.node.hidden = !example.turns;

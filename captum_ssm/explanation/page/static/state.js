@@ -30,6 +30,8 @@ export class State {
       q: 99.5, // the quantile with the strongest color
       min: 0, // the least share that is shown, in percent
       k: 10, // how many sources are listed
+      span: this.example.whole?.opening ?? "", // of a whole answer: the tokens that are explained together
+      hop: "0", // how often what lies on the answer's own words is handed on, or "all"
       own: "", // whether the reading token is shown; as it fits the example, until it is chosen
       last: 1, // whether the prompt's last token is shown
       template: 1, // whether the chat template's own tokens are shown
@@ -73,6 +75,7 @@ export class State {
       if (!(key in this.values) || key === "e") continue;
       this.values[key] = typeof this.values[key] === "number" ? Number(text) : text;
     }
+    if (given.has("t") && !given.has("span")) this.values.span = "";
     this.correct();
   }
 
@@ -80,8 +83,12 @@ export class State {
   change(change) {
     const { example } = this;
     Object.assign(this.values, change);
-    if (this.example !== example) Object.assign(this.values, this.#first(), { b: "", map: "" });
-    else if ("t" in change) this.values.n = -1;
+    if (this.example !== example) {
+      const { span, hop } = this.defaults;
+      Object.assign(this.values, this.#first(), { b: "", map: "", span, hop });
+    } else if ("t" in change) Object.assign(this.values, { n: -1, span: "" });
+    if (change.n >= 0) this.values.span = ""; // a contrast is of one output
+    if ("span" in change) this.values.hop = "0";
     if (this.example !== example || "t" in change) Object.assign(this.values, FLOW_START);
     this.correct();
     this.write();
@@ -114,6 +121,7 @@ export class State {
 
     if (!example.pick(values.t)) values.t = defaults.t;
     this.pick = example.pick(values.t) ?? { output: 0, answer: example.outputs[0].chosen };
+    this.#correctSpan(defaults);
     values.t = example.written(this.pick);
     Object.assign(values, example.circuit(this.pick)?.corrected(values) ?? FLOW_START);
     if (this.picks.length < 2 && values.view === "pair") values.view = "one";
@@ -129,11 +137,24 @@ export class State {
     if (!contrasts.includes(values.n)) values.n = contrasts[0] ?? -1;
   }
 
+  // A span of a whole answer, and its hops; a span of one token chooses that output as well.
+  #correctSpan(defaults) {
+    const { values, example } = this;
+    const { whole, outputs } = example;
+    const isPair = values.view === "pair" && this.picks.length > 1; // outputs are compared one by one
+    const span = !isPair && values.span && (whole?.span(values.span) ?? whole?.span(defaults.span));
+    this.span = span || (outputs[this.pick.output].part ?? null);
+    values.span = this.span ? this.span.join("-") : "";
+    if (this.isOneToken) this.pick = example.pick(String(example.places.get(this.span[0]))) ?? this.pick;
+    if (!this.#hops.includes(values.hop)) values.hop = "0";
+  }
+
   write() {
     if (!this.inAddress) return;
     const { values, defaults } = this;
     const changed = Object.entries(values).filter(
-      ([key, value]) => value !== defaults[key] && !(key === "b" && values.view !== "pair"),
+      ([key, value]) => (value !== defaults[key] && !(key === "b" && values.view !== "pair"))
+        || (key === "span" && value && values.t !== defaults.t),
     );
     const hash = new URLSearchParams(changed).toString();
     try {
@@ -141,6 +162,20 @@ export class State {
     } catch {
       // A frame without an address of its own: the state is kept in memory.
     }
+  }
+
+  // Whether the picked span is one token, which has answers of its own to choose from.
+  get isOneToken() {
+    return Boolean(this.span) && this.span[1] - this.span[0] === 1 && this.example.places.has(this.span[0]);
+  }
+
+  get #hops() {
+    return this.span ? this.trace(this.method).names : ["0"];
+  }
+
+  // The hops of the picked span of a whole answer.
+  trace(method) {
+    return this.example.whole.trace(method.name, this.span, this.values.u, { hasOwn: this.showsOwn, hasTemplate: this.values.template === 1 });
   }
 
   // Whether the token that the answer is read from is shown like the others.
@@ -187,7 +222,7 @@ export class State {
   get picks() {
     const { example } = this;
     if (example.outputs.length === 1) return example.picks(0);
-    return example.outputs.map((_, k) => example.pick(String(k))).filter(Boolean);
+    return example.outputs.map(({ part }, k) => !part && example.pick(String(k))).filter(Boolean);
   }
 
   get mapIds() {

@@ -29,19 +29,25 @@ function hiddenOf({ example, unit }, relevance) {
     const text = example.isText ? name(example.partText(unit, part)) : example.placeName(unit, part);
     return `“${text}” (${signed(values[part])}, ${size([part])} of all magnitudes) is hidden.`;
   });
-  if (!template.length) return sentences;
+  if (relevance.apart) {
+    const share = percent(Math.abs(relevance.apart) / everything);
+    const what = `What each word has from the token that it is read from${template.length ? ", and from the template" : ""}`;
+    sentences.unshift(`${what} (${signed(relevance.apart)}, ${share} of all magnitudes) is hidden.`);
+  }
+  if (!template.length || relevance.apart) return sentences;
   const sum = signed(template.reduce((total, part) => total + values[part], 0));
   return [...sentences, `The template (${sum}, ${size(template)} of all magnitudes) is hidden.`];
 }
 
 // Whether relevance adds up to the score, by how much it does not, and why.
-function balance({ example, unit }, method, relevance, pick, against) {
+function balance({ example, unit, state }, method, relevance, pick, against) {
   if (!method.adds_up && relevance.score !== null) return ofBaseline(relevance);
   if (!method.adds_up) {
     const isDifference = against >= 0 && !relevance.isDirect;
     return `${visible(method.title)} does not add up to the ${isDifference
       ? "logits, and its difference explains no difference of logits." : "logit: only its shares have a meaning."}`;
   }
+  if (state.span && relevance.score === null) return "";
   const { answers } = example.outputs[pick.output];
   const logit = answers[pick.answer].logit - (against < 0 ? 0 : answers[against].logit);
   const all = `All relevance adds up to ${signed(relevance.sum)}; `;

@@ -42,10 +42,9 @@ export class TextPanel {
     this.node = element("section", { class: "panel" },
       panel.title && element("header", {}, panel.title, this.note),
       element("div", { class: "flow" }, this.box, this.overview));
-    this.blocks = range(Math.ceil(this.unit.count / BLOCK)).map((index) => {
-      const node = element("span");
-      return { node, index, isFull: null };
-    });
+    this.regions = this.#regions();
+    this.blocks = this.regions.flatMap(({ blocks }) => blocks);
+    this.blockOf = this.blocks.flatMap((block) => Array(block.end - block.first).fill(block));
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
         const block = this.blocks.find(({ node }) => node === target);
@@ -57,7 +56,7 @@ export class TextPanel {
       this.observer.observe(block.node);
     }
     this.answer = element("span", { class: "part first beyond", "aria-hidden": "true" });
-    this.box.append(...this.blocks.map(({ node }) => node), this.answer);
+    this.box.append(...this.regions.flatMap(({ node, blocks }) => node ?? blocks.map((block) => block.node)), this.answer);
   }
 
   update(panel) {
@@ -77,14 +76,25 @@ export class TextPanel {
     this.observer.disconnect();
   }
 
+  // The text in blocks; of a whole answer, the prompt, the reasoning and the answer by themselves.
+  #regions() {
+    const { unit, example: { whole } } = this;
+    const regions = whole?.regions.map(({ name, first, end }) => [unit.of[first], unit.of[end - 1] + 1, name]);
+    return (regions ?? [[0, unit.count]]).map(([first, end, name]) => {
+      const blocks = range(Math.ceil((end - first) / BLOCK)).map((k) => ({ node: element("span"), isFull: null,
+        first: first + k * BLOCK, end: Math.min(first + (k + 1) * BLOCK, end) }));
+      return { blocks, node: name && element("div", { class: `region ${name}` }, blocks.map(({ node }) => node)) };
+    });
+  }
+
   // All of it as elements with colors, as print needs it.
   print() {
     for (const block of this.blocks) this.#fill(block, true);
   }
 
   element(part) {
-    const block = this.blocks[Math.floor(part / BLOCK)];
-    return block?.isFull ? block.parts[part % BLOCK] : null;
+    const block = this.blockOf[part];
+    return block?.isFull ? block.parts[part - block.first] : null;
   }
 
   // What is hidden altogether is nowhere.
@@ -106,7 +116,7 @@ export class TextPanel {
   }
 
   reveal(part) {
-    this.#fill(this.blocks[Math.floor(part / BLOCK)], true);
+    this.#fill(this.blockOf[part], true);
     const box = this.box.getBoundingClientRect();
     const place = this.anchor(part);
     if (!place) return;
@@ -127,8 +137,8 @@ export class TextPanel {
   #fill(block, isFull) {
     if (block.isFull === isFull) return;
     block.isFull = isFull;
-    const first = block.index * BLOCK;
-    const shapes = this.shapes.slice(first, first + BLOCK);
+    const { first, end } = block;
+    const shapes = this.shapes.slice(first, end);
     if (!isFull) {
       block.parts = [];
       fill(block.node, shapes.map(({ before, body, after }, k) =>
@@ -173,7 +183,7 @@ export class TextPanel {
       this.turns.isTemplate(part) && "template",
       example.readAs(this.unit, part) && "unknown",
       end - first === 1 && example.special.has(first) && "special",
-      this.#holds(part, pick) && "first",
+      this.#holds(part, pick) && (this.page.state.span ? "picked" : "first"),
       other && this.#holds(part, other) && "second",
       page.pointed === part && "pointed",
     ].filter(Boolean);
@@ -188,7 +198,7 @@ export class TextPanel {
   }
 
   #holds(part, pick) {
-    const at = this.example.standing(pick);
+    const at = this.page.state.span ?? this.example.standing(pick);
     const [first, end] = this.unit.bounds[part];
     return Boolean(at) && at[0] < end && first < at[1];
   }

@@ -1,4 +1,5 @@
-// Who says what in a conversation: a label where each turn begins, with its share.
+// Who says what: a label where each turn of a conversation begins, or each part of a whole answer, with
+// its share.
 import { element, fill } from "./dom.js";
 import { percent, visible } from "./format.js";
 
@@ -6,9 +7,7 @@ export class Turns {
   constructor({ view: { example, unit } }) {
     Object.assign(this, { example, unit });
     this.labels = new Map();
-    const { turns } = example;
-    for (const [k, name] of turns ? turns.names.entries() : []) {
-      const [first, end] = turns.bounds[k];
+    for (const [name, first, end] of labeled(example)) {
       const share = element("span");
       const node = element("span", { class: "turn", "data-word": "turn" }, `${visible(name)} `, share);
       if (!example.isTemplate(first)) this.labels.set(unit.of[first], { node, share, end });
@@ -32,4 +31,12 @@ export class Turns {
       fill(share, part <= relevance.read ? percent(sum) : "");
     }
   }
+}
+
+// Turns, the last of which may be reasoning and an answer; without a conversation, the prompt and these.
+function labeled({ turns, whole, prompt }) {
+  const said = turns?.names.map((name, k) => [name, ...turns.bounds[k]]) ?? [];
+  const regions = whole?.regions.map(({ name, first, end }) => [name, first, end]) ?? [];
+  if (!turns) return regions;
+  return regions.length < 3 ? said : [...said.filter(([, first]) => first < prompt), ...regions.slice(1)];
 }

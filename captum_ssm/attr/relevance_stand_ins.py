@@ -1,0 +1,224 @@
+"""What takes the place of mixers, norms and activations while relevance is propagated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.attr.norms import FrozenNorm, first_input
+from captum_ssm.attr.relevance import relevance_at
+from captum_ssm.capture import FrozenStandIns, Request
+from captum_ssm.capture.check import Rebuilt
+from captum_ssm.capture.embedded_ids import entries_of, is_view
+from captum_ssm.capture.model import input_embeddings
+from captum_ssm.discovery.frozen_scans import scans_frozen
+from captum_ssm.discovery.search import MeasuredAdapter
+from captum_ssm.errors import InputError
+from captum_ssm.graph.relevance_rules import is_norm, ruled
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers.parts import activation_factor
+from captum_ssm.mixers.past import Past
+from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.nested import tensors_in
+
+# Where relevance of an input is read, and of which entries it is; None for all.
+Leaves = Sequence[tuple[Tensor, Tensor | None]]
+
+
+def has_a_rule(module: nn.Module) -> bool:
+    """Whether a module outside the mixers is replaced, or holds leaves."""
+    return isinstance(module, nn.Embedding) or is_norm(module) or _is_activation(module)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    # Activations of torch are single nodes of the graph, with a rule of their own; the rule of
+    # tanh does not know the argument where tanh saturates.
+    return isinstance(module, nn.Tanh) or type(module).__module__ == "transformers.activations"
+
+
+class RelevanceStandIns(FrozenStandIns):
+    """Frozen forms of mixers, norms and activations, and the leaves at which relevance is read."""
+
+    keeps_mixers = False
+    hides_graphs = False  # its rules are for the nodes
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.inputs = request.inputs
+        self.table = input_embeddings(request.module)
+        self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def around(self, root: nn.Module) -> AbstractContextManager[None]:
+        return scans_frozen(root)
+
+    def begin(self) -> None:
+        super().begin()
+        self.embedded.clear()
+
+    def picks(self, module: nn.Module) -> bool:
+        """Whether calls of a module outside of the mixers are looked at."""
+        return has_a_rule(module)
+
+    def needs_graph(self, module: nn.Module) -> bool:
+        adapter = find_adapter(module)
+        return adapter is None or not self.replaces(adapter)
+
+    def replaces(self, adapter: Callable[..., Any]) -> bool:
+        # A measured mixer runs as it is, its scans frozen where they are called.
+        return not isinstance(adapter, MeasuredAdapter)
+
+    def takes(self, call: MixerCall) -> bool:
+        return True
+
+    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
+        return Rebuilt.of(mixer.detach_coefficients(), call)
+
+    def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
+        starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        with ruled([output.grad_fn], starts):
+            return super().pulled(output, leaves, gradient)
+
+    def other(self, call: MixerCall) -> Tensor | None:
+        if isinstance(call.module, nn.Embedding):
+            return self._embedding(call)
+        if is_norm(call.module):
+            norm = FrozenNorm.of(call)
+            return None if norm is None else norm(first_input(call))
+        return _activation(call)
+
+    def starts(self) -> list[Tensor]:
+        """Where the graph begins: embeddings, and inputs of floats."""
+        return [
+            *(leaf for _, _, leaf in self.embedded),
+            *(x for x in self.inputs if x.requires_grad),
+        ]
+
+    def relevance(self, score: Tensor) -> list[Tensor]:
+        """The relevance of each input's entries, in its shape: of an id that of its embedding."""
+        return self.of_inputs(lambda leaves: relevance_at(leaves, score))
+
+    def of_inputs(self, relevance_of: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Relevance of each input's entries, from a function that gives that of leaves."""
+        inputs = self.inputs
+        leaves: list[Leaves] = [
+            [(x, None)] if x.is_floating_point() else self._leaves(x) for x in inputs
+        ]
+        remaining = iter(relevance_of([leaf for part in leaves for leaf, _ in part]))
+        return [
+            sum_of([_of_entries(entries, next(remaining), x) for _, entries in part])
+            for x, part in zip(inputs, leaves, strict=True)
+        ]
+
+    def _leaves(self, ids: Tensor) -> Leaves:
+        # The embeddings of ids, from one table or several, and the entries that they are of.
+        embeddings = [
+            ((leaf, entries), module, is_view(indices, ids))
+            for module, indices, leaf in self.embedded
+            if (entries := entries_of(indices, ids)) is not None
+        ]
+        # The table that was given the very ids embeds tokens, whichever it is. Among equal copies,
+        # which may be positions, only the model's own table is known to do so.
+        surely = [leaf for leaf, module, view in embeddings if view or module is self.table]
+        leaves = surely or [leaf for leaf, _, _ in embeddings]
+        known = torch.zeros(ids.numel(), dtype=torch.bool)
+        for _, entries in leaves:
+            known[entries] = True
+        if not bool(known.all()):
+            raise InputError(
+                f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
+                f"{tuple(ids.shape)}, by torch.nn.Embedding, so the start of the propagation is "
+                "not known; expected all, as a whole or in views of them, such as columns. Explain "
+                "the embeddings instead, or pass what is not ids in additional_forward_args."
+            )
+        if not surely and len({id(module) for _, module, _ in embeddings}) > 1:
+            raise ValueError(
+                "several embedding tables were given ids equal to the inputs (positions, perhaps), "
+                "so the one that embeds the tokens is not known; give the model a "
+                "get_input_embeddings() that returns it, or explain the embeddings instead."
+            )
+        return leaves
+
+    def _embedding(self, call: MixerCall) -> Tensor | None:
+        # A table that was given the ids. A table of positions may be too: `_leaves` tells.
+        indices = next(tensors_in((call.args, call.kwargs)))
+        ids = (x for x in self.inputs if not x.is_floating_point())
+        if all(entries_of(indices, x) is None for x in ids):
+            return None
+        leaf = call.output.detach().clone().requires_grad_(True)
+        self.embedded.append((call.module, indices, leaf))
+        return leaf
+
+
+class StateStandIns(RelevanceStandIns):
+    """Stand-ins at which relevance of what mixers began with is read too.
+
+    Attributes:
+        of_pasts (dict of str to Past): that relevance, by mixer.
+    """
+
+    takes_pasts = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.pasts: list[tuple[str, Past]] = []
+        self.of_pasts: dict[str, Past] = {}
+
+    def begin(self) -> None:
+        super().begin()
+        self.pasts.clear()
+
+    def __call__(self, call: MixerCall) -> Any:
+        if call.past is not None:
+            past = call.past.of([x.requires_grad_() for x in call.past.tensors])
+            self.pasts.append((call.path, past))
+            call = replace(call, past=past)
+        return super().__call__(call)
+
+    def relevance(self, score: Tensor) -> list[Tensor]:
+        begun = [x for _, past in self.pasts for x in past.tensors]
+
+        def relevance_of(leaves: list[Tensor]) -> list[Tensor]:
+            found = relevance_at([*leaves, *begun], score)
+            rest = iter(found[len(leaves) :])
+            for path, past in self.pasts:
+                self.of_pasts[path] = past.of([next(rest) for _ in past.tensors])
+            return found[: len(leaves)]
+
+        return self.of_inputs(relevance_of)
+
+
+def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Tensor:
+    # Relevance of an input of floats, or of embeddings of some entries of one of ids.
+    if entries is None:
+        return relevance
+    total = relevance.new_zeros(inputs.numel())
+    total.index_add_(0, entries.flatten().to(total.device), relevance.sum(-1).flatten())
+    return total.view(inputs.shape)
+
+
+def _activation(call: MixerCall) -> Tensor | None:
+    x = first_input(call).to(call.output.dtype)
+
+    def function(x: Tensor) -> Tensor:
+        return type(call.module).forward(call.module, x)
+
+    with torch.no_grad():
+        if float(function(x.new_zeros(1))) != 0:
+            return None  # a gate
+        factor = activation_factor(function, x)
+    return x * factor
+
+
+def with_leaves(request: Request) -> Request:
+    """The request with its floating inputs as leaves of a graph."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+    with torch.inference_mode(False):
+        return replace(request, inputs=tuple(map(leaf, request.inputs)))

@@ -1,0 +1,181 @@
+"""A whole answer, explained in one row, and followed back through the words before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr import TokenAttribution
+from captum_ssm.errors import InputError
+from captum_ssm.explanation import Answer, Output, Token
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.rows import Question, RowSource
+from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.trace import Trace, trace, trace_rows
+from captum_ssm.explanation.parts import PART
+from captum_ssm.utils.integers import as_index
+
+THOUGHTS = ("<think>", "</think>")  # what chat templates write around them
+
+
+@dataclass(frozen=True)
+class AskedAnswer:
+    """Which tokens of a continuation are explained together, as ``explain`` takes it.
+
+    Args:
+        span (str or tuple, optional): a text of the continuation, or the first and the last of its
+            tokens. None is what comes after the thoughts. Default: None
+        hops (int, optional): how often relevance is handed on. Default: None
+        reasoning (tuple of str, optional): what thoughts begin and end with.
+            Default: ``THOUGHTS``
+    """
+
+    span: str | tuple[int, int] | None = None
+    hops: int | None = None
+    reasoning: tuple[str, str] = THOUGHTS
+
+    @classmethod
+    def of(cls, span: Any, hops: Any, reasoning: Any) -> AskedAnswer:
+        """The arguments, checked.
+
+        Raises:
+            ValueError, TypeError: for what is none of them.
+        """
+        if span is not None and not isinstance(span, str):
+            ends = [as_index(end) for end in span] if isinstance(span, Sequence) else []
+            if len(ends) != 2 or None in ends:
+                raise InputError(
+                    f"span is {span!r}; expected a text of the continuation, or the first and the "
+                    "last of its tokens, such as (0, 4) or (-3, -1)."
+                )
+            span = ends[0], ends[1]
+        count = None if hops is None else as_index(hops)
+        if hops is not None and (count is None or count < 0):
+            raise InputError(f"hops is {hops!r}; expected an integer from 0 on, or None.")
+        marks = THOUGHTS if reasoning is None else reasoning
+        is_pair = isinstance(marks, (tuple, list)) and len(marks) == 2
+        if not is_pair or not all(isinstance(mark, str) for mark in marks) or not marks[1]:
+            raise TypeError(
+                f"reasoning is {reasoning!r}; expected two texts, what the model's thoughts begin "
+                "with (an empty text for the continuation's start) and what they end with, such as "
+                f"{THOUGHTS}."
+            )
+        return cls(span, count, (marks[0], marks[1]))
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether tokens are explained together."""
+        return self.span is not None or self.hops is not None
+
+    def thoughts(self, tokens: Sequence[Token], prompt: int) -> tuple[int, int] | None:
+        """The tokens ``(first, end)`` of the continuation that are thoughts; None for none.
+
+        A prompt that ends inside of them, as templates leave it, counts as their beginning.
+        """
+        opening, closing = self.reasoning
+        own = _Characters(tokens, prompt)
+        end = own.text.rfind(closing)
+        if end < 0:
+            return None
+        start = own.text.find(opening) if opening else 0
+        if start < 0 or start > end:
+            before = _Characters(tokens[:prompt], 0).text
+            if before.rfind(opening) <= before.rfind(closing):
+                return None
+            start = 0
+        return own.tokens(start, end + len(closing))
+
+    def part(
+        self, tokens: Sequence[Token], prompt: int, thoughts: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """The tokens ``(first, end)`` that are explained together.
+
+        Raises:
+            InputError: for a span that the continuation does not hold.
+        """
+        count = len(tokens) - prompt
+        if isinstance(self.span, tuple):
+            first, last = (end + count if end < 0 else end for end in self.span)
+            if 0 <= first <= last < count:
+                return prompt + first, prompt + last + 1
+            raise InputError(
+                f"span is {self.span}; expected two tokens of the continuation, which has {count}: "
+                f"0 .. {count - 1} (or -{count} .. -1 from the end)."
+            )
+        own = _Characters(tokens, prompt)
+        if self.span is not None:
+            start = own.text.rfind(self.span) if self.span.strip() else -1
+            if start < 0:
+                raise InputError(
+                    f"span is {self.span!r}, which the continuation does not hold: {own.text!r}. "
+                    "Expected a part of it, as it stands there."
+                )
+            return own.tokens(start, start + len(self.span))
+        first = prompt if thoughts is None or thoughts[1] == len(tokens) else thoughts[1]
+        said = [k for k in range(first, len(tokens)) if tokens[k].text.strip()]
+        said = [k for k in said if tokens[k].end > tokens[k].start] or said
+        return (said[0], said[-1] + 1) if said else (first, len(tokens))
+
+
+class _Characters:
+    # The text of tokens from one on, and which token each character of it belongs to.
+    def __init__(self, tokens: Sequence[Token], first: int) -> None:
+        self.text = "".join(token.text for token in tokens[first:])
+        self.owner = [k for k in range(first, len(tokens)) for _ in tokens[k].text]
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        while start < end - 1 and self.text[start].isspace():
+            start += 1
+        return self.owner[start], self.owner[end - 1] + 1
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """One part of a continuation, and the rows that explain it.
+
+    Args:
+        asked (AskedAnswer): how it is explained.
+        whole (TokenizedText): the text of L tokens.
+        prompt (int): how many of them are the prompt's.
+        part (tuple of int): the tokens ``(first, end)`` that are explained together.
+    """
+
+    asked: AskedAnswer
+    whole: TokenizedText
+    prompt: int
+    part: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """How many rows there are: one, and one for each hop."""
+        return 1 + (self.asked.hops or 0)
+
+    def output(self, logits: Tensor, row: int) -> Output:
+        """The output, explained by the rows from ``row`` on; ``logits (T, V)`` of its tokens."""
+        first, end = self.part
+        L, ids = len(self.whole.tokens), torch.tensor(self.whole.ids[first:end])
+        logits = logits[first - self.prompt : end - self.prompt].double().cpu()
+        each = logits.gather(1, ids[:, None])
+        likely = float(logits.log_softmax(1).gather(1, ids[:, None]).sum().exp())
+        rank = 1 + int((logits > each).sum(1).max())
+        text = "".join(token.text for token in self.whole.tokens[first:end]).strip()
+        id = first * L + end - 1
+        answer = Answer(text, id, likely, float(each.sum()), rank, row)
+        hops = tuple(range(row + 1, row + self.count))
+        return Output(None, (answer,), 0, role=PART, part=self.part, hops=hops)
+
+    def rows(self, source: RowSource, run: Run, ids: Tensor, what: str) -> Trace:
+        """A row per hop, ``(K + 1, n)`` of the n tokens ``ids (1, n)`` that the model reads."""
+        P, tokens = self.prompt, torch.tensor(self.whole.ids, device=ids.device)
+        hops = self.asked.hops or 0
+        span = self.part[0] - P, self.part[1] - P - 1
+        method = getattr(source, "method", None)
+        if isinstance(method, TokenAttribution):
+            return trace(method, ids[:, :P], tokens[P:], span=span, hops=hops, **source.options)
+        questions = [Question(P - 1 + k, int(token)) for k, token in enumerate(tokens[P:])]
+        rows, deltas = source.rows(run, ids, questions, what)
+        return trace_rows(rows, P, deltas=deltas, span=span, hops=hops)

@@ -1,0 +1,54 @@
+"""The graph of a run as autograd records it, without what a model does to its backward pass."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from captum_ssm.utils.patch_functions import patched_functions
+
+
+def plain_graph() -> AbstractContextManager[None]:
+    """Let checkpointed parts of a model run as they are, and its tensors take no hooks.
+
+    The graph of a part that runs once more in each backward pass has no nodes to measure on, and
+    hooks, which may clip or scale gradients in training, are not what the model computes. Calls of
+    other threads go on as before.
+    """
+    return patched_functions([cast(FunctionType, f) for f in _BODIES], _replaced)
+
+
+def _replaced(function: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _BODIES[function](*args, **kwargs)
+
+
+def _without_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: Any = None,
+    preserve_rng_state: Any = None,
+    context_fn: Any = None,
+    determinism_check: Any = None,
+    debug: Any = None,
+    early_stop: Any = None,
+    **kwargs: Any,
+) -> Any:
+    # Takes what `checkpoint` takes.
+    return function(*args, **kwargs)
+
+
+def _without_hook(tensor: torch.Tensor, hook: Any) -> RemovableHandle:
+    return RemovableHandle(OrderedDict())
+
+
+_BODIES: dict[Any, Callable[..., Any]] = {
+    checkpoint: _without_checkpoint,
+    torch.Tensor.register_hook: _without_hook,
+}
