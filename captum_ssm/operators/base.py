@@ -186,6 +186,10 @@ class TokenOperator(ABC):
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
         return self._reduced(index, "mean")
 
+    def add_to_tile(self, tile: Tensor, start: int) -> None:
+        """Add rows of the mean over channels, from ``start`` on, to a tile ``(B, R, L)``."""
+        tile += self.row_tile(start, start + tile.shape[1])
+
     def rows(self, index: Tensor, reduction: str | None = None) -> Tensor:
         """Some rows of every map, or of a reduction over the maps.
 

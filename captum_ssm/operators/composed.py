@@ -62,7 +62,15 @@ class SumOperator(PartsOperator):
         return sum_of([part.rmatvec(w, reduction) for part in self.parts])
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        return sum_of([part.row_tile(start, stop) for part in self.parts])
+        first, *others = self.parts
+        tile = first.row_tile(start, stop)
+        for part in others:
+            part.add_to_tile(tile, start)
+        return tile
+
+    def add_to_tile(self, tile: Tensor, start: int) -> None:
+        for part in self.parts:
+            part.add_to_tile(tile, start)
 
     def row_bounds(self) -> Tensor:
         return sum_of([part.row_bounds() for part in self.parts])
@@ -174,9 +182,13 @@ class ScaledOperator(AroundOperator):
         ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
         left = (ones if self.left is None else self.left[:, start:stop]) / D
         left = left.expand(B, stop - start, D)
-        right = (ones if self.right is None else self.right).expand(B, L, D).mT
-        before = None if columns is None else columns.mT
-        sources = torch.stack([_through(right, tap, lag, before) for lag, tap in _lags(taps, L)])
+        right = (ones if self.right is None else self.right).expand(B, L, D).mT.contiguous()
+        by_lag = taps.flip(-1)[:, :L].mT.contiguous()
+        sources = right * by_lag[:, None, :, None]  # (K, B, D, L)
+        if columns is not None:
+            before = columns.mT.contiguous()
+            for lag in range(len(sources)):
+                sources[lag, ..., lag:] *= before[..., : L - lag]
         # What has a graph is summed by what autograd knows.
         tensors = (left, sources, self.inner.reference)
         has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -287,6 +299,12 @@ class ConvolvedOperator(AroundOperator):
             tile.index_add_(-1, at.clamp(min=0), part.row_tile(start, stop))
         return tile
 
+    def add_to_tile(self, tile: Tensor, start: int) -> None:
+        if self._whole is not None:
+            self._whole.add_to_tile(tile, start)
+        else:
+            super().add_to_tile(tile, start)
+
     def row_bounds(self) -> Tensor:
         if self._whole is not None:
             return self._whole.row_bounds()
@@ -311,16 +329,3 @@ class ConvolvedOperator(AroundOperator):
         if grid is None and self.grid is None and self.right is None:
             return ConvolvedOperator(self.inner, join_taps(self.taps, taps))
         return super().convolved(taps, grid)
-
-
-def _lags(taps: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    # The taps (D, K) by lag, those that a sequence is long enough for.
-    return enumerate(taps.flip(-1)[:, :length].mT)
-
-
-def _through(right: Tensor, tap: Tensor, lag: int, before: Tensor | None) -> Tensor:
-    # The factors (B, D, L) of each column through one tap.
-    weighed = right * tap[:, None]
-    if before is not None:
-        weighed[..., lag:] *= before[..., : before.shape[-1] - lag]
-    return weighed

@@ -53,6 +53,11 @@ class SkipOperator(TokenOperator):
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
         return _scatter(index, self._mean_band[:, None])[:, 0]
 
+    def add_to_tile(self, tile: Tensor, start: int) -> None:
+        stop = start + tile.shape[1]
+        for lag, band in enumerate(self._mean_band[:, :stop].unbind(-1)):
+            tile.diagonal(start - lag, 1, 2).add_(band[:, max(start, lag) :])
+
     def row_bounds(self) -> Tensor:
         return self._mean_band.abs().amax(-1) * self.channels
 

@@ -25,6 +25,11 @@ struct Heads {
   Rows<const T> bonus;          // 1, or null
   int64_t L, H, N;
   bool per_key;
+
+  // Does a delta rule take away the very rows that it writes?
+  bool erases_key() const {
+    return erase && erase.data == key.data && erase.token == key.token && erase.head == key.head;
+  }
 };
 
 // A run over steps [first, last), counted in its direction, of all of a few heads and columns of

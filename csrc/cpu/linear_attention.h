@@ -372,6 +372,10 @@ static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t step
   for (int64_t j = 0; j < steps; ++j)
     for (int64_t i = j + 1; i < steps; ++i)
       subtract_row(s.rk[i * kSteps + j], s.take + i * padded, padded, s.write + j * padded);
+  // Where what is taken is what is written, the rows of `write` are these sums of those of `take`.
+  for (int64_t j = 0; j < kSteps; ++j)
+    for (int64_t i = 0; i < kSteps; ++i)
+      s.re[j * kSteps + i] = i > j ? -s.rk[i * kSteps + j] : T(i == j);
 }
 
 // Only `write` and `m`, of at most kLongSteps steps backwards in which nothing enters or is erased.
@@ -470,10 +474,13 @@ NOINLINE void pass_block(const Span<T>& s, const Heads<T>& heads, bool backward,
   const T* scores = enters ? s.scores : nullptr;
   const T *read = backward ? s.write : s.read, *write = backward ? s.read : s.write;
   const T *find = backward ? s.take : s.find, *take = backward ? s.find : s.take;
-  read_state<V>(read, kSteps, padded, N, state, scores, backward ? 1 : kSteps,
-                backward ? kSteps : 1, s.x, s.y);
-  if (heads.erase)
-    read_state<V>(find, kSteps, padded, N, state, (const T*)nullptr, 0, 0, s.x, s.found);
+  const T* none = nullptr;
+  if (heads.erase) read_state<V>(find, kSteps, padded, N, state, none, 0, 0, none, s.found);
+  if (backward && heads.erases_key())
+    read_state<V>(s.re, kSteps, kSteps, kSteps, s.found, scores, 1, kSteps, s.x, s.y);
+  else
+    read_state<V>(read, kSteps, padded, N, state, scores, backward ? 1 : kSteps,
+                  backward ? kSteps : 1, s.x, s.y);
   write_state<V>(s.m, write, enters ? s.x : nullptr, take, heads.erase ? s.found : nullptr, padded,
                  state);
 }
