@@ -3,9 +3,9 @@
 Random weights in the shape of mamba-130m (width 768, 24 layers). Before anything is measured, the
 same script explains `--equal` tokens as a whole and in segments; in float64 both have to agree to
 1e-5, with this library's scan in the model, as that of transformers computes in float32. (In
-float32 relevance through 24 random layers is rounded by about 3e-4, in segments or not: `--rounding`
-prints how far each is from float64.) Then each of `--lengths` runs in a process of its own. The peak
-is that of the process while it explains, minus what it held with the model loaded.
+float32 relevance through 24 random layers is rounded by about 3e-4, in segments or not:
+`--rounding` prints how far each is from float64.) Then each of `--lengths` runs in a process of its
+own. The peak is that of the process while it explains, minus what it held with the model loaded.
 
     OMP_NUM_THREADS=1 nice -n 10 python benchmarks/segments.py --lengths 65536 262144 \
         --out benchmarks/results/segments.json
