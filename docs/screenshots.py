@@ -44,7 +44,8 @@ PICTURES = {
     "page_long": ("long", "t=0", (1240, 900), None),
     "page_image": ("digits", "view=all", (1240, 1120), None),
     "page_series": ("forecast", "", (1240, 900), None),
-    "page_chat": ("chat", "template=0&own=1", (1240, 900), None),
+    "page_answer": ("answer", "", (1240, 900), None),
+    "page_chat": ("chat", "t=0&template=0&own=1", (1240, 900), None),
     "page_circuit": ("circuit", "", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
@@ -108,6 +109,13 @@ def chat() -> Explanation:
     )  # fmt: skip
 
 
+def answer() -> Explanation:
+    """A whole answer, of which each token is explained."""
+    model, tokenizer = examples.load("stories-mamba")
+    text = "Anna has a red ball. Tom has a blue kite. Mia has a green cup."
+    return explain(model, tokenizer, text, max_new_tokens=20, alternatives=0, title="Three things")
+
+
 def circuit() -> Explanation:
     """A hybrid: two recurrent layers below one of attention."""
     model, tokenizer = examples.load("stories-qwen3next")
@@ -146,7 +154,18 @@ def main() -> None:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         shown = {PICTURES[picture][0] for picture in args.pictures}
-        for make in (why, stories, contrast, long, copying, chat, circuit, digits, forecast):
+        for make in (
+            why,
+            stories,
+            contrast,
+            long,
+            copying,
+            answer,
+            chat,
+            circuit,
+            digits,
+            forecast,
+        ):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)

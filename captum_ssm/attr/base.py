@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from copy import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from captum_ssm.utils.memory import memory_limit
 from captum_ssm.utils.progress import showing
 from captum_ssm.utils.retry import retry_with_copies
 from captum_ssm.utils.suggestions import did_you_mean
+
+Result = TypeVar("Result")
 
 # Options by the names that they had before.
 RENAMED = {"stage": "grid"}
@@ -172,10 +174,8 @@ class TokenAttribution(Attribution):
         if return_convergence_delta and not self.has_convergence_delta():
             raise no_delta(self.get_name())
         asked = inputs, target, additional_forward_args, position, return_convergence_delta
-        with workspace(), showing(show_progress):
-            # A model that changes in place what a gradient needs is run once more on copies.
-            run = seen_in_views(retry_with_copies)
-            result = run(lambda: self._attribute(Arguments(*asked), **options))
+        with showing(show_progress):
+            result = computed(lambda: self._attribute(Arguments(*asked), **options))
         check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
         return result
 
@@ -336,6 +336,15 @@ class TokenAttribution(Attribution):
 
     def _formatted(self, relevance: list[Tensor], frozen: FrozenModel) -> Any:
         return of_inputs(relevance, frozen, self.feature_share, self.interpolate_mode)
+
+
+def computed(run: Callable[[], Result]) -> Result:
+    """What ``run()`` returns, in one workspace.
+
+    A model that changes in place what a gradient needs is run once more, on copies.
+    """
+    with workspace():
+        return seen_in_views(retry_with_copies)(run)
 
 
 def methods() -> dict[str, type[TokenAttribution]]:

@@ -46,6 +46,17 @@ class StateRelevance(NamedTuple):
             ``(B, H, tokens, P)``. None where there was none.
         tails (tuple of Tensor): of the last inputs of its convolutions, ``(B, K, D)``. Cached keys
             count as constants: theirs is zero.
+
+    Examples::
+
+        >>> with torch.no_grad():
+        ...     output = model(input_ids[:, :-1], use_cache=True)
+        >>> name = "cache" if "cache" in output else "cache_params"  # before transformers 5.24
+        >>> _, states = MambaLRP(model).attribute(
+        ...     input_ids[:, -1:], token, {name: output[name]}, return_states=True
+        ... )
+        >>> states["backbone.layers.0.mixer"].total.shape
+        torch.Size([1])
     """
 
     state: Tensor | None

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from captum_ssm.attr.base import computed
 from captum_ssm.attr.flow.activations import (
     Activations,
     ActivationStandIns,
@@ -27,11 +28,8 @@ from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.target import Against
-from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers.components import FORMULATIONS
-from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
-from captum_ssm.utils.retry import retry_with_copies
 
 RULES = ("lrp", "gradient", "integrated")
 # A graph that loses a larger share of the relevance at a token says so.
@@ -191,9 +189,7 @@ class RelevanceFlow(MambaLRP):
         """
         _check_formulation("hidden" if formulation is None else formulation)
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
-        with workspace():
-            run = seen_in_views(retry_with_copies)
-            return run(lambda: self._components(arguments, formulation))
+        return computed(lambda: self._components(arguments, formulation))
 
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
@@ -229,9 +225,7 @@ class RelevanceFlow(MambaLRP):
         balanced: bool = False,
         scale: float = 1.0,
     ) -> RelevanceEdges:
-        with workspace():
-            run = seen_in_views(retry_with_copies)
-            return run(lambda: self._edges(arguments, formulation, rule, balanced, scale))
+        return computed(lambda: self._edges(arguments, formulation, rule, balanced, scale))
 
     def _edges(
         self,

@@ -15,6 +15,7 @@ from captum_ssm.interventions.runs import Runs, bar, runs_at_once
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.nested import first_of
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 @workspace()
@@ -112,7 +113,7 @@ def _module(model: Any, at: str) -> torch.nn.Module:
 
 def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[int, int]) -> Tensor:
     outputs: list[Any] = []
-    with module.register_forward_hook(lambda m, args, output: outputs.append(output)):
+    with watch_modules([module], after=lambda *call: outputs.append(call[-1])):
         runs.request(k).run()
     output = first_of(outputs[-1] if outputs else None)
     if not torch.is_tensor(output) or tuple(output.shape[:2]) != (shape[0] * k, shape[1]):

@@ -18,6 +18,7 @@ from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import repeated, runs_at_once
 from captum_ssm.metrics.perturbation import classes
 from captum_ssm.mixers.call import bound_arguments
+from captum_ssm.utils.watch_modules import watch_modules
 
 # Edges from the first to the last that is kept: as a method returns them, as maps by layer, or as
 # a list.
@@ -192,12 +193,8 @@ def _run(request: Request) -> tuple[Tensor, Any]:
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         masks.append(bound_arguments(module, args, kwargs).get("attention_mask"))
 
-    hook = request.module.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            output = extract_logits(request.run())
-    finally:
-        hook.remove()
+    with watch_modules([request.module], before=keep), torch.no_grad():
+        output = extract_logits(request.run())
     return output, next(iter(masks), None)
 
 

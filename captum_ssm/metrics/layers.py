@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from captum_ssm.metrics.agreement import rank_correlation
 from captum_ssm.metrics.perturbation import batched_logits, classes
 from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.nested import first_of, with_first
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 def layer_knockout(
@@ -69,17 +68,15 @@ def layer_knockout(
         logits = batched_logits(forward_func, (inputs,), batch_size)
         return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         first = first_of(output)
-        if first is not output:
-            return with_first(output, hook(module, args, first))
         if replacement == "zero":
-            return torch.zeros_like(output)
-        return output.flatten(0, -2).mean(0).expand_as(output)
+            return with_first(output, torch.zeros_like(first))
+        return with_first(output, first.flatten(0, -2).mean(0).expand_as(first))
 
     whole, drops = score(), {}
     for path, mixer in mixers.items():
-        with mixer.register_forward_hook(hook):
+        with watch_modules([mixer], after=hook):
             drops[path] = whole - score()
     return drops
 
@@ -143,17 +140,16 @@ def oversmoothing(
     excluded = list(leave_out)
     similarity: dict[str, Tensor] = {}
 
-    def compare(block: str, module: nn.Module, args: Any, output: Any) -> None:
+    paths = [path.rpartition(".")[0] for path, _ in find_mixers(network)]
+    blocks = {network.get_submodule(path): path for path in paths}
+
+    def compare(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = first_of(output)
         gone = {t % first.shape[1] for t in excluded}
         compared = [t for t in range(first.shape[1]) if t not in gone]
-        similarity[block] = token_similarity(first.detach()[:, compared])
+        similarity[blocks[block]] = token_similarity(first.detach()[:, compared])
 
-    with ExitStack() as hooks, torch.no_grad():
-        for path, _ in find_mixers(network):
-            block = path.rpartition(".")[0]
-            handle = network.get_submodule(block).register_forward_hook(partial(compare, block))
-            hooks.enter_context(handle)
+    with watch_modules(blocks, after=compare), torch.no_grad():
         forward_func(inputs)
     return similarity
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in
 from captum_ssm.utils.offload import weights_loaded
+from captum_ssm.utils.watch_modules import watch_modules
 
 # What a module raises, or an adapter or a variant of one, that a call does not fit.
 MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
@@ -153,10 +153,7 @@ class MixerCall:
         return mask.to(self.output.device, self.dtype)
 
     def state(self, convert: Callable[[Tensor], Tensor] = by_channel) -> Tensor | None:
-        """The state that the recurrence begins with, ``(B, N, D)``; None for zero.
-
-        ``convert`` makes it of the form that the model's own cache has.
-        """
+        """The state ``(B, N, D)`` at first, of the cache's form by ``convert``; None for zero."""
         return None if self.past is None else self.past.tokens_of(convert)
 
     def before(self, x: Tensor, count: int) -> Tensor | None:
@@ -239,12 +236,11 @@ class LinearCalls(TorchFunctionMode):
     def of(self, module: nn.Module) -> Iterator[None]:
         """Only those of a module's own layers, while it runs, at no cost for what else it does."""
 
-        def keep(layer: Any, args: Any, result: Tensor) -> None:
-            self.add(original(layer), args[0].detach(), result)
+        def keep(layer: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+            if args:
+                self.add(original(layer), args[0].detach(), result)
 
-        with ExitStack() as hooks:
-            for layer in filter(is_plain, module.children()):
-                hooks.enter_context(layer.register_forward_hook(keep))
+        with watch_modules(filter(is_plain, module.children()), after=keep):
             yield
 
     def add(self, layer: nn.Module, given: Tensor, result: Tensor) -> None:

@@ -7,9 +7,8 @@ What is left acts on each token by itself, so that gradients say which token is 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,11 +37,11 @@ from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.readers import readers
 from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers.call import MixerCall, without_caches
-from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import tensors_in
 from captum_ssm.utils.plain_graph import plain_graph
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,23 +267,14 @@ def _cut(call: FunctionCall, scan: Scan, result: Any, run: CutRun) -> Any:
     return scan.result(leaf.clone(), result)
 
 
-@contextmanager
-def _norms_noted(module: nn.Module, run: CutRun) -> Iterator[None]:
-    thread = threading.get_ident()
-
-    def note(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        x = args[0] if args else None
-        if threading.get_ident() == thread:
-            _note_norm(run, x, output)
-
-    with ExitStack() as stack:
-        for part in module.modules():
-            if part is not module and is_norm(part):
-                stack.enter_context(part.register_forward_hook(note))
-        yield
+def _norms_noted(module: nn.Module, run: CutRun) -> AbstractContextManager[None]:
+    norms = [part for part in module.modules() if part is not module and is_norm(part)]
+    return watch_modules(
+        norms, after=lambda _, args, kwargs, output: _note_norm(run, output, *args[:1])
+    )
 
 
-def _note_norm(run: CutRun, x: Any, output: Any) -> None:
+def _note_norm(run: CutRun, output: Any, x: Any = None) -> None:
     are_tensors = torch.is_tensor(x) and torch.is_tensor(output)
     if are_tensors and x.requires_grad and output.requires_grad and x.shape == output.shape:
         norm = CutNorm(Point.of(x), Point.of(output))
@@ -310,7 +300,7 @@ class _Layers(TorchFunctionMode):
         if func in _NORMS:
             y = func(*args, **kwargs)
             (x,) = _named(("input",), args, kwargs)
-            _note_norm(self.run, x, y)
+            _note_norm(self.run, y, x)
             return y
         y = as_linear(func, args, kwargs, self._product) if func in PRODUCTS else None
         return func(*args, **kwargs) if y is None else y

@@ -30,6 +30,7 @@ from captum_ssm.explanation.make.pictures import (
     processed,
 )
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.watch_modules import watch_modules
 
 # By the number of axes: what each reading is, and how it becomes what a model may take.
 FLOATS = {
@@ -239,21 +240,12 @@ def _first_layer(model: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
     # The layers with weights in the order in which they run, each with what it is given.
     seen: list[tuple[nn.Module, Tensor]] = []
 
-    def see(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args and torch.is_tensor(args[0]):
             seen.append((layer, args[0]))
 
-    kinds = (*READ_BY, nn.Embedding)
-    hooks = [
-        layer.register_forward_pre_hook(see)
-        for layer in model.modules()
-        if isinstance(layer, kinds)
-    ]
-    try:
+    with watch_modules(_layers(model), before=see):
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
@@ -32,6 +33,7 @@ from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress
+from captum_ssm.utils.watch_modules import watch_modules
 
 # What can be asked for by name.
 NAMED: dict[str, type[Attribution]] = {
@@ -323,14 +325,9 @@ def embedding_table(module: nn.Module) -> nn.Module:
     return table
 
 
-@contextmanager
-def _embedded(table: nn.Module, embeddings: Tensor) -> Iterator[None]:
+def _embedded(table: nn.Module, embeddings: Tensor) -> AbstractContextManager[None]:
     # The table returns these embeddings, whatever ids it is given.
-    hook = table.register_forward_hook(lambda *_: embeddings)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return watch_modules([table], after=lambda *_: embeddings)
 
 
 @contextmanager

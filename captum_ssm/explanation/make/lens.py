@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import first_of
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 class Lens:
@@ -36,14 +37,12 @@ class Lens:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records what is needed of the run of the model inside."""
-        with ExitStack() as hooks:
-            for module in self.model.modules():
-                if is_norm(module):
-                    hooks.enter_context(module.register_forward_hook(self._keep_norm))
-                if isinstance(module, nn.ModuleList):
-                    self._lists[module] = []
-                    for child in module:
-                        hooks.enter_context(child.register_forward_hook(self._keep(module)))
+        norms = filter(is_norm, self.model.modules())
+        lists = [one for one in self.model.modules() if isinstance(one, nn.ModuleList)]
+        self._lists = {one: [] for one in lists}
+        with watch_modules(norms, after=self._keep_norm), ExitStack() as stack:
+            for one in lists:
+                stack.enter_context(watch_modules(one, after=partial(self._keep, one)))
             yield
 
     def layers(self, logits: Tensor) -> list[Tensor] | None:
@@ -78,15 +77,12 @@ class Lens:
         weight = self.head.weight
         return self.head(norm(stream[None]).to(weight.dtype))[0].float()
 
-    def _keep(self, module: nn.ModuleList) -> Any:
-        def hook(child: nn.Module, args: Any, output: Any) -> None:
-            first = first_of(output)
-            if torch.is_tensor(first) and first.dim() == 3:
-                self._lists[module].append(first[0, self.positions].detach())
+    def _keep(self, module: nn.ModuleList, _: nn.Module, args: Any, kw: Any, output: Any) -> None:
+        first = first_of(output)
+        if torch.is_tensor(first) and first.dim() == 3:
+            self._lists[module].append(first[0, self.positions].detach())
 
-        return hook
-
-    def _keep_norm(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _keep_norm(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if args and torch.is_tensor(args[0]) and args[0].dim() == 3:
             self._norm = module, args[0][0, self.positions].detach()
 

@@ -8,8 +8,8 @@ vector of one token, and no other, tells which.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
 from captum_ssm.explanation.make.run import Run
-from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import first_of
+from captum_ssm.utils.watch_modules import watch_modules
 
 KEPT = 16  # results of modules: the output's maker is among the last
 
@@ -94,14 +94,9 @@ class _Watch:
         # A result that is no longer kept may leave its memory to another one.
         self._made: deque[tuple[nn.Module, Tensor]] = deque(maxlen=KEPT)
 
-    @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        with ExitStack() as hooks:
-            for part in module.modules():
-                if not any(True for _ in part.children()):
-                    hooks.enter_context(part.register_forward_pre_hook(self._before))
-                    hooks.enter_context(part.register_forward_hook(self._after))
-            yield
+    def watching(self, module: nn.Module) -> AbstractContextManager[None]:
+        parts = [part for part in module.modules() if not any(True for _ in part.children())]
+        return watch_modules(parts, before=self._before, after=self._after)
 
     def maker_of(self, result: Tensor) -> nn.Module | None:
         """The module that returned this very tensor."""
@@ -117,10 +112,10 @@ class _Watch:
             rows = (tokens[0] == read.reshape(-1)).all(-1).nonzero().flatten().tolist()
             self.read_at = rows[0] if len(rows) == 1 else None
 
-    def _before(self, part: nn.Module, args: Any) -> None:
+    def _before(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         self.see(first_of(args))
 
-    def _after(self, part: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = first_of(output)
         if torch.is_tensor(first):
             self._made.append((part, first))

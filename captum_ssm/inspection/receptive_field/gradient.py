@@ -31,6 +31,7 @@ from captum_ssm.utils.captum_api import TargetType, is_tuple
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.plain_graph import plain_graph
+from captum_ssm.utils.watch_modules import watch_modules
 
 __all__ = ["Area", "ReceptiveField", "effective_receptive_field"]
 
@@ -237,7 +238,7 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
     embedded: list[Tensor] = []
     mixed: list[Tensor] = []
 
-    def embed(table: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    def embed(table: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         ids = args[0] if args else None
         if embedded or not torch.is_tensor(ids) or ids.numel() != tensor.numel():
             return None
@@ -246,20 +247,20 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
         embedded.append(output.detach().view(*tensor.shape, -1).requires_grad_())
         return embedded[0].view_as(output)
 
-    def keep(mixer: nn.Module, args: Any, output: Any) -> None:
+    def keep(mixer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         mixed[:] = [extract_logits(output)]
 
     inputs = tensor.detach().clone()
     if tensor.is_floating_point():
         inputs.requires_grad_()
     with on_thrown_away(request) as (of_copies, copies), plain_graph():
-        for _, mixer in find_mixers(copies.root):
-            mixer.register_forward_hook(keep)
-        if request.by_ids:
-            for table in copies.root.modules():
-                if isinstance(table, nn.Embedding):
-                    table.register_forward_hook(embed)
-        output = extract_logits(of_copies.run((inputs,)))
+        mixers = [mixer for _, mixer in find_mixers(copies.root)]
+        tables = [one for one in copies.root.modules() if isinstance(one, nn.Embedding)]
+        with (
+            watch_modules(mixers, after=keep),
+            watch_modules(tables if request.by_ids else (), after=embed),
+        ):
+            output = extract_logits(of_copies.run((inputs,)))
     if request.by_ids and not embedded:
         raise ValueError(
             f"inputs holds ids, of {tensor.dtype}, and no nn.Embedding was given them; expected "

@@ -217,9 +217,8 @@ def freeze_hgrn(call: MixerCall) -> FrozenMixer:
 @adapts("fla.layers.hgrn2.HGRN2Attention")
 def freeze_hgrn2(call: MixerCall) -> FrozenMixer:
     """HGRN2: the forget gate becomes a decay and a key per key dimension."""
-    module = call.module
+    module, N = call.module, call.module.head_f_dim
     x, mask = masked_tokens(call)
-    N = module.head_f_dim
     q = F.silu(_projected(call, "q", x))
     log_f = _forget_gate(call, _projected(call, "f", x))
     recurrence = LinearAttentionOperator(
@@ -351,8 +350,7 @@ def freeze_gated_delta_net(call: MixerCall) -> FrozenMixer:
 def _freeze_delta(
     call: MixerCall, x: Tensor, mask: Tensor | None, recurrence: TokenOperator
 ) -> FrozenMixer:
-    module = call.module
-    gate = _NO_GATE
+    module, gate = call.module, _NO_GATE
     if module.use_gate:
         z = call.linear(module.g_proj, x)
         silu = module.o_norm.activation in _SILU

@@ -40,9 +40,9 @@ export class Answer {
     this.#showSpans(state);
     for (const part of [this.sentence, this.steps.node, this.next, this.picture.node]) part.hidden = !span;
     this.picking.hidden = !example.whole.canPick;
-    this.hint.textContent = span
-      ? "or drag over words in the text below (keyboard: Shift + arrow keys)"
-      : "is one token. Drag over several words in the text to explain them together.";
+    const isTouched = matchMedia("(pointer: coarse)").matches;
+    this.hint.textContent = isTouched ? "or tap a word of the answer in the text below; with Units: Sentence, a sentence"
+      : "or drag over words of the answer in the text below (keyboard: Shift + arrow keys)";
     if (!span) return;
     const trace = this.trace(state);
     if (trace.isMissing) {

@@ -200,7 +200,7 @@ export class AnswerPicture {
     const side = isAside && !isStacked ? 1 : -1; // of the box at which a ribbon arrives
     const [x1, x2] = [isStacked ? source.left : source.right, side > 0 ? target.right : target.left];
     const end = x2 + side * tip;
-    const out = Math.min(isStacked ? 40 : 54, 14 + Math.abs(y2 - y1) * 0.22);
+    const out = itself ? 12 : Math.min(isStacked ? 40 : 58, 24 + Math.abs(y2 - y1) * 0.2);
     const bend = Math.min(90, (end - x1) / 2);
     const line = isAside ? curve(x1, y1, x1 + side * out, end + side * out, end, y2)
       : !lane ? curve(x1, y1, x1 + bend, end - bend, end, y2)
