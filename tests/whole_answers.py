@@ -104,6 +104,23 @@ def code() -> Example:
     )
 
 
+def with_hops(example: Example, part: tuple[int, int], hops: np.ndarray) -> Example:
+    """A part explained by a row and by rows of its hops, in addition to its single tokens."""
+    (output,), R = in_one_row(example, part, hops).outputs, len(hops)
+    singles = []
+    for one in example.outputs:
+        rows = [None if answer.row is None else answer.row + R for answer in one.answers]
+        pairs = zip(one.answers, rows, strict=True)
+        singles.append(replace(one, answers=tuple(replace(a, row=row) for a, row in pairs)))
+    both = {name: np.concatenate([hops, own]) for name, own in example.relevance.items()}
+    return replace(
+        example,
+        outputs=(output, *singles),
+        relevance={name: values.astype(np.float32) for name, values in both.items()},
+        deltas={},
+    )
+
+
 def in_one_row(example: Example, part: tuple[int, int], hops: np.ndarray) -> Example:
     """A part of the answer explained by one row, and by rows of its hops, ``(K + 1, L)``."""
     L = len(example.tokens)

@@ -49,6 +49,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "plain": lambda: [whole_answers.without_reasoning()],
         "code": lambda: [whole_answers.code()],
         "one row": lambda: [in_one_row()],
+        "both": lambda: [whole_answers.with_hops(THOUGHTS, ANSWER, HOPS[:2])],
         "ended": lambda: [ended()],
         "long": lambda: [whole_answers.long()],
         "several": lambda: [pages.picture(), THOUGHTS, pages.story("red red", " red")],
@@ -220,6 +221,21 @@ def test_rows_that_were_computed_are_shown_as_they_are(opened):
     assert not tab.get_by_label("Reading token (reads itself)").is_visible()
     part(tab, ANSWER[0]).click()
     assert picked(tab) == list(range(*ANSWER))
+
+
+def test_computed_hops_come_first_and_single_rows_without_reading_tokens(opened):
+    tab = opened("both")
+    hide = tab.get_by_label("Reading token (reads itself)")
+    assert not hide.is_checked()
+    assert steps(tab) == [*steps(opened("thoughts", "own=1"))[:2], "All steps"]
+    assert tab.evaluate("document.querySelectorAll('.ribbon').length") > 0
+    tab = opened("both")
+    hide.check()
+    assert steps(tab) == steps(opened("thoughts"))
+    assert sentence(tab) == sentence(opened("thoughts"))
+    # Other words have no hops that were computed, and are followed on the page.
+    tab = opened("both", f"span={ANSWER[0]}-{ANSWER[0] + 3}")
+    assert hide.is_checked()
 
 
 def test_ribbons_are_to_scale_and_end_where_the_words_were_written(opened):

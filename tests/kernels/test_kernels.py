@@ -547,6 +547,17 @@ def test_rows_after_the_last_one_asked_for_are_zero():
         assert bool((kernels.linear_attention_rmatvec(0 * w, c) == 0).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_delta_rule_that_takes_away_what_it_writes(dtype):
+    c = each(linear_attention(2, 43, 2, 5, (False, True, False)), lambda x: x.to(dtype))
+    c = replace(c, erase=c.key)
+    own = replace(c, erase=c.key.clone())  # another tensor with the same numbers
+    index = torch.arange(43).expand(2, -1)
+    maps = kernels.linear_attention_rows(index, c)
+    assert_near(maps, kernels.linear_attention_rows(index, own))
+    assert_near(maps, kernels.naive_linear_attention_matrix(c).to(dtype))
+
+
 def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 

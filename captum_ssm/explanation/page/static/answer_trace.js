@@ -48,6 +48,17 @@ export class WholeAnswer {
     return this.given.find(({ span }) => span[0] === first && span[1] === end);
   }
 
+  // Whether a span has rows of hops that were computed, which hold what each token has from itself.
+  hasHops(span) {
+    return (this.#given(span)?.rows.length ?? 0) > 1;
+  }
+
+  // Whether each generated token up to the end of a span has a row to follow.
+  canFollow([, end]) {
+    const { prompt } = this.example;
+    return range(end - prompt).every((k) => this.rowOf.has(prompt + k));
+  }
+
   // The span nearest to what was asked for: itself, or the smallest one with a row that holds it.
   nearest(span) {
     if (this.#isExplained(span)) return span;
@@ -121,8 +132,10 @@ class Trace {
     this.L = example.tokens.length;
     this.picked = range(unit.of[end - 1] - unit.of[first] + 1).map((k) => unit.of[first] + k);
     const start = this.#tokens(first, end);
-    // Rows of hops that were computed are shown; where there are none, single rows are followed.
-    this.isGiven = Boolean(given) && (given.rows.length > 1 || start.size < end - first);
+    // Rows of hops that were computed are shown, as far as they are what is asked for; else single rows
+    // are followed.
+    const isAsked = given?.rows.length > 1 && (hasOwn || !whole.canFollow([first, end]));
+    this.isGiven = Boolean(given) && (isAsked || start.size < end - first);
     this.hops = this.isGiven ? given.rows.map((row, hop) => this.#read(row, hop)) : [this.#step(start, false)];
     if (!this.isGiven || given.rows.length < 2) this.#follow();
     this.totals = this.hops.map(({ row }) => sizeOf(row, 0, this.L));

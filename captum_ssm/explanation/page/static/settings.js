@@ -46,7 +46,7 @@ export class Settings {
 
     const places = example.outputs.map(({ position }) => position);
     // An image, and an answer that all tokens are read for, has no single token that is read.
-    this.own.node.hidden = (state.span && state.trace(state.method).isGiven) || example.outputs.every(({ position, readAt }) => position === null && readAt === null);
+    this.own.node.hidden = (state.span && !example.whole.canFollow(state.span)) || example.outputs.every(({ position, readAt }) => position === null && readAt === null);
     this.own.show(!state.showsOwn);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
     this.last.node.hidden = !example.prompt || example.isLabeled || places.includes(null) || state.span !== null ||

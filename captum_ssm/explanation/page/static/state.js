@@ -180,12 +180,17 @@ export class State {
 
   // Whether the token that the answer is read from is shown like the others.
   get showsOwn() {
-    return this.values.own ? this.values.own === "1" : this.example.opensWithOwn;
+    return this.values.own ? this.values.own === "1" : this.#ownAtFirst;
+  }
+
+  get #ownAtFirst() {
+    const { example, span } = this;
+    return example.opensWithOwn || Boolean(span && example.whole.hasHops(span));
   }
 
   // How the address says so; nothing where the example has it so by itself.
   writtenOwn(isShown) {
-    return isShown === this.example.opensWithOwn ? "" : String(Number(isShown));
+    return isShown === this.#ownAtFirst ? "" : String(Number(isShown));
   }
 
   get method() {
