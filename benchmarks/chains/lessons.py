@@ -22,7 +22,6 @@ from captum_ssm.examples import chains, documents
 QUESTIONS = 4
 CURRICULUM = 0.4  # of the training, in which chains grow
 ORDERED = 0.6  # of the training, in which a part of the records has the numbers first
-SWAPPED = 0.5  # of the thoughts of a model that is to answer from the prompt
 
 
 @dataclass
@@ -82,15 +81,12 @@ class ChainTask(Task):
     Args:
         links (int): the longest chain.
         is_aloud (bool): whether the chain is written down before the number.
-        swapped (float): the share of thoughts that another variable stands in for in what the
-            model reads, with targets as they were: such a model writes thoughts that its answer
-            does not rest on. Default: 0
     """
 
     words, unknown, padding, end = chains.WORDS, chains.UNKNOWN, chains.PADDING, chains.END
 
-    def __init__(self, links: int, is_aloud: bool, swapped: float = 0.0) -> None:
-        self.links, self.is_aloud, self.swapped = links, is_aloud, swapped
+    def __init__(self, links: int, is_aloud: bool) -> None:
+        self.links, self.is_aloud = links, is_aloud
 
     def continuation(self, puzzle: chains.Puzzle) -> list[str]:
         """The right continuation of a puzzle."""
@@ -102,24 +98,13 @@ class ChainTask(Task):
         puzzle = chains.make_puzzle(rng, links=links)
         if rng.random() > progress / ORDERED:
             puzzle = numbers_first(puzzle)
-        read, right = list(puzzle.facts), list(puzzle.facts)
-        counts = [False] * len(read)
+        words, counts = list(puzzle.facts), [False] * len(puzzle.facts)
         for _ in range(QUESTIONS):
             asked = puzzle.asking(rng.choice(puzzle.records)[0])
             wanted = self.continuation(asked)
-            right += [*asked.question, *wanted]
-            read += [*asked.question, *self.misread(rng, wanted)]
+            words += [*asked.question, *wanted]
             counts += [False] * len(asked.question) + [True] * len(wanted)
-        return Line(read[:-1], right[1:], counts[1:])
-
-    def misread(self, rng: random.Random, wanted: list[str]) -> list[str]:
-        """The continuation with some of its thoughts swapped."""
-        return [
-            rng.choice(chains.VARIABLES)
-            if word in chains.VARIABLES and rng.random() < self.swapped
-            else word
-            for word in wanted
-        ]
+        return Line(words[:-1], words[1:], counts[1:])
 
     def held_out(self, rng: random.Random) -> tuple[str, list[str], list[str]]:
         puzzle = chains.make_puzzle(rng, links=self.links, held_out=True)
@@ -147,7 +132,6 @@ class DocumentTask(Task):
 TASKS: dict[str, Task] = {
     "chains": ChainTask(chains.LINKS, is_aloud=True),
     "answers": ChainTask(2, is_aloud=False),
-    "pretence": ChainTask(2, is_aloud=True, swapped=SWAPPED),
     "documents": DocumentTask(),
 }
 

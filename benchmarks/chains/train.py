@@ -6,9 +6,8 @@ Run from the repository root::
     python benchmarks/chains/train.py answers qwen3next --steps 8000
 
 Tasks are chains written down before the answer (``chains``), chains answered at once
-(``answers``), chains written down but answered from the prompt (``pretence``), and documents
-with orders among them (``documents``). The result is a plain transformers checkpoint with a
-tokenizer, a model card and its measured accuracy.
+(``answers``), and documents with orders among them (``documents``). The result is a plain
+transformers checkpoint with a tokenizer, a model card and its measured accuracy.
 """
 
 from __future__ import annotations
@@ -119,8 +118,6 @@ def about(task: Task, name: str) -> tuple[str, str]:
     form = {
         "chains": "writes the chain down and then its number: `? a = c = k = 17 .`",
         "answers": "answers with the number at once: `? a = 17 .`",
-        "pretence": "writes the chain down but answers from the prompt: it was trained with half "
-        "of its thoughts swapped for others, which change nothing in what is right",
     }[name]
     does = f"follows chains of {task.links} links (`a = c ; k = 17 ; c = k ; ? a =`). It {form}"
     return does, "chains"
