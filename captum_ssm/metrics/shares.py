@@ -29,7 +29,7 @@ def part_shares(
 
     Args:
         rows (Tensor): ``(T, L)``, one row per token of the answer, such as
-            ``continuation_relevance`` returns, or ``Example.relevance`` of an explanation.
+            ``continuation_relevance`` returns, or ``relevance(output=k)`` of an explanation.
         parts (dict): by name, the positions of a part's tokens, such as ``range(0, 12)``. Parts
             need not cover the text; what lies on no part is missing from the shares.
         signs (str, optional): ``"positive"`` counts the relevance that supports the answer,
