@@ -6,6 +6,7 @@ from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.patching import Patching, activation_patching, patched
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.interventions.states import LayerState, states
+from captum_ssm.interventions.swaps import swap_effects
 from captum_ssm.interventions.token_knockout import LayerSweep, TokenKnockout
 from captum_ssm.interventions.value_zeroing import value_zeroing
 
@@ -21,5 +22,6 @@ __all__ = [
     "knockout",
     "patched",
     "states",
+    "swap_effects",
     "value_zeroing",
 ]

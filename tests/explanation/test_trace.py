@@ -1,5 +1,7 @@
 """Whole answers as one target, and hops along the words that the model wrote itself."""
 
+import random
+
 import pytest
 import torch
 from captum.attr import LayerIntegratedGradients, TextTokenInput
@@ -19,10 +21,13 @@ from captum_ssm import (
     TargetError,
     UnifiedImplicitAttention,
     continuation_relevance,
+    examples,
     trace,
     trace_rows,
 )
 from captum_ssm.attr import SpanTarget
+from captum_ssm.examples.chains import encode, make_puzzle
+from captum_ssm.interventions import swap_effects
 
 METHODS = {
     "raw": (RawAttention, {}),
@@ -218,6 +223,7 @@ def test_continuation_relevance_returns_a_row_per_hop():
         (dict(span="all"), "span is"),
         (dict(hops=-1), "hops is -1"),
         (dict(signs="both"), "signs is 'both'"),
+        (dict(through="gates"), "through is 'gates'"),
         (dict(least=2), "least is 2"),
         (dict(score="prob"), "attr_target is 'prob'"),
     ],
@@ -230,6 +236,46 @@ def test_bad_questions_about_an_answer_are_named(options, message):
 def test_rows_of_another_shape_are_named():
     with pytest.raises(InputError, match=r"\(T, P \+ T - 1\)"):
         trace_rows(torch.ones(3, 4), prompt=4)
+
+
+def test_a_trace_by_swaps_adds_up_and_reads_its_own_words_by_their_effects():
+    model, (prompt, continuation) = tiny(), text()
+    method = MambaLRP(model)
+    found = trace(method, prompt, continuation, hops=2, signs="positive", through="swaps")
+    effects = swap_effects(model, prompt, continuation).clamp(min=0)
+    scores = model(ids(1, 10)).logits[0, PROMPT - 1 :].detach()
+    scores = scores.gather(1, continuation[:, None])[:, 0].clamp(min=0)
+    shares = effects / (scores + effects.sum(1)).clamp(min=1e-30)[:, None]
+    torch.testing.assert_close(found.relevance[0, PROMPT:], scores @ shares, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.relevance[0].sum(), scores.sum())
+    handed = (found.relevance - found.kept).sum(1)
+    torch.testing.assert_close(found.relevance[1:].sum(1), handed[:-1])
+    assert found.delta[:-1].isnan().all()
+
+
+def test_swaps_name_the_record_that_a_thought_rests_on():
+    # Handed on by relevance, most goes to words of form.
+    model, _ = examples.load("chains-mamba2")
+    numbers, right = random.Random(5), {"relevance": 0, "swaps": 0}
+    for _ in range(6):
+        puzzle = make_puzzle(numbers, held_out=True)
+        prompt, words = torch.tensor([encode(puzzle.prompt)]), torch.tensor(encode(puzzle.aloud))
+        names, after = [name for name, _ in puzzle.records], dict(puzzle.records)
+        chain = [puzzle.asked]
+        while chain[-1] in after:
+            chain.append(after[chain[-1]])
+        for through in right:
+            found = trace(
+                *(MambaLRP(model), prompt, words),
+                span=(-2, -2),
+                hops=1,
+                signs="positive",
+                through=through,
+            )
+            records = found.relevance[:, : 4 * len(names)].unflatten(1, (-1, 4)).sum(2).argmax(1)
+            assert names[int(records[0])] == chain[-2]
+            right[through] += names[int(records[1])] == chain[-3]
+    assert right["swaps"] == 6 > right["relevance"]
 
 
 def test_captum_results_of_a_span_have_a_row_per_hop():

@@ -11,6 +11,11 @@ A hop explains these words in turn, weighted by the relevance that fell on them.
 
 so that each hop adds up to what the one before handed on. A method that explains a sum of scores
 takes one backward pass for a hop; of the others, rows of single tokens are weighted.
+
+Relevance need not know which word to go on from: one by which the model finds another (a key) works
+through coefficients that methods hold constant. With ``through="swaps"`` the shares of the model's
+own words are measured, by :func:`~captum_ssm.interventions.swap_effects`, and relevance says where
+in the prompt the rest lies.
 """
 
 from __future__ import annotations
@@ -28,9 +33,11 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.continuation import Continued
 from captum_ssm.explanation.make.rows import has_delta
 from captum_ssm.explanation.make.run import Run
+from captum_ssm.interventions import swap_effects
 from captum_ssm.utils.integers import as_index
 
 SIGNS = ("net", "positive")
+WAYS = ("relevance", "swaps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +110,7 @@ def trace(
     hops: int | None = None,
     score: str = "logit",
     signs: str = "net",
+    through: str = "relevance",
     least: float = 0.02,
     internal_batch_size: int = 8,
     **options: Any,
@@ -122,6 +130,11 @@ def trace(
         signs (str, optional): ``"net"`` hands on relevance with its sign. ``"positive"`` drops what
             speaks against the answer in each hop, and scales the rest to the same sum.
             Default: ``"net"``
+        through (str, optional): what says on which of its own words the model rests.
+            ``"relevance"``, that of the method; or ``"swaps"``: how far the score falls as each of
+            them is replaced by what the model finds likeliest in its place otherwise, one forward
+            pass for each. With swaps, the rest of the score is shared among the prompt's tokens by
+            the positive part of relevance. Default: ``"relevance"``
         least (float, optional): a share of hop 0's size. Default: 0.02
         internal_batch_size (int, optional): how many tokens are explained at a time, where rows of
             single tokens are needed. Default: 8
@@ -141,8 +154,16 @@ def trace(
     """
     text = Continued.of(method, prompt, continuation, score, internal_batch_size, options)
     asked = _Asked.of(text.prompt, len(text.continuation), span, hops, signs, least)
+    if through not in WAYS:
+        raise ValueError(f"through is {through!r}; expected one of {WAYS}.")
     # Later tokens cannot have made the model write the span.
-    return _traced(asked, _source(text.until(asked.last + 1)))
+    text = text.until(asked.last + 1)
+    source = _source(text)
+    if through == "swaps":
+        ids = text.ids[:, : text.prompt], text.continuation
+        effects = swap_effects(text.model, *ids, score=score, batch_size=text.step)
+        source = _Swapped(source, text.prompt, effects)
+    return _traced(asked, source)
 
 
 def trace_rows(
@@ -279,6 +300,33 @@ class _Passes:
             return row[0], delta[0]
         row = text.method.attribute(text.ids, target=target, **options)[0]
         return row, torch.full_like(row[0], torch.nan)
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    # Another source's relevance of the prompt; that of the continuation by effects (T, T - 1).
+    source: _Source
+    prompt: int
+    effects: Tensor
+
+    @property
+    def sums(self) -> Tensor:
+        return self.source.sums
+
+    @cached_property
+    def shares(self) -> Tensor:
+        # The prompt, without which there is no score, counts as much as the score.
+        effects = self.effects.clamp(min=0)
+        whole = self.sums.to(effects).clamp(min=0) + effects.sum(1)
+        return effects / whole.clamp(min=1e-30)[:, None]
+
+    def row(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        row, _ = self.source.row(weights)
+        parts = (weights.to(self.sums) * self.sums).clamp(min=0).to(row)
+        own = parts @ self.shares.to(row)
+        before = row[: self.prompt].clamp(min=0)
+        before = before * ((parts.sum() - own.sum()) / before.sum().clamp(min=1e-30))
+        return torch.cat([before, own]), torch.full_like(row[0], torch.nan)
 
 
 def _source(text: Continued) -> _Source:
