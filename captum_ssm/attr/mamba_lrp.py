@@ -31,6 +31,7 @@ from captum_ssm.capture.unknown_mixers import (
     settle,
     warn_of_unknown,
 )
+from captum_ssm.mixers.registry import known_of
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.captum_api import format_output
 from captum_ssm.utils.memory import limited_graph, memory_limit
@@ -207,7 +208,8 @@ class MambaLRP(TokenAttribution):
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = run(wiring=True)
-        if not is_settled(model, made_of):
+        # What a method of maps has looked at already is known.
+        if not is_settled(model, made_of) and not (is_new and known_of(model).honest):
             look_for_hidden(request)
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen

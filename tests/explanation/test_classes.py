@@ -114,8 +114,8 @@ def test_a_class_is_read_from_the_last_or_the_first_token(classifier, tokenizer,
 
 
 def test_the_run_that_tells_the_kind_is_the_first_answer(classifier, tagger, reader, tokenizer):
-    # One run of the model tells its kind and answers; the method runs it once more. A head that
-    # pools is also asked whether it takes two texts.
+    # One run of the model tells its kind and answers; the method runs it once more, after the first
+    # call, which also looks for hidden ways. A head that pools is asked whether it takes two texts.
     for model, inputs, runs in (
         (tiny(), TEXT, 2),
         (tiny(), [TEXT, "w3 w4"], 4),
@@ -125,6 +125,7 @@ def test_the_run_that_tells_the_kind_is_the_first_answer(classifier, tagger, rea
     ):
         count = []
         asked = {"position": 1} if model is tagger else {}
+        explain(model, tokenizer, inputs, alternatives=0, **asked)
         with model.register_forward_hook(lambda *_, count=count: count.append(1)):
             explain(model, tokenizer, inputs, alternatives=0, **asked)
         assert len(count) == runs, type(model).__name__
