@@ -9,6 +9,7 @@ import flow_graphs
 import numpy as np
 import pages
 import pytest
+from tabs import Tabs
 
 from captum_ssm.explanation.page import page_html
 
@@ -18,7 +19,6 @@ GRAPH = flow_graphs.flow_graph()
 @pytest.fixture(scope="module")
 def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Opens each page once; at the end, none has had an error or used a network."""
-    folder, tabs, said = tmp_path_factory.mktemp("circuits"), {}, []
     graph = flow_graphs.flow_graph()
     made = {
         "story": lambda: [flow_graphs.explained(graph)],
@@ -36,25 +36,12 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "own": lambda: [flow_graphs.explained(flow_graphs.flow_graph(reads={}))],
     }
 
-    def open_(name: str, state: str = "", width: int = 1240) -> Any:
-        if name not in tabs:
-            file = folder / f"{name}.html"
-            file.write_text(page_html(pages.explanation(*made[name]())), "utf-8")
-            tab = tabs[name] = browser.new_page(viewport={"width": width, "height": 900})
-            tab.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
-            tab.on("pageerror", lambda error: said.append(str(error)))
-            tab.on("request", lambda r: r.url.startswith("file:") or said.append(r.url))
-            tab.goto(file.as_uri())
-        tab = tabs[name]
-        tab.set_viewport_size({"width": width, "height": 900})
-        tab.evaluate("state => { document.activeElement?.blur(); location.hash = state }", state)
-        tab.evaluate("scrollTo(0, 0)")
-        tab.mouse.move(0, 0)
-        tab.evaluate("() => new Promise(requestAnimationFrame)")
-        return tab
-
-    yield open_
-    assert not said
+    explanations = {
+        name: lambda make=make: pages.explanation(*make()) for name, make in made.items()
+    }
+    tabs = Tabs(browser, tmp_path_factory.mktemp("circuits"), explanations)
+    yield tabs
+    tabs.seen.check()
 
 
 def address(tab: Any) -> str:

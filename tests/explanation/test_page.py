@@ -2,42 +2,25 @@
 
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pages
 import pytest
 from folders import TESTS
+from tabs import Seen, Tabs
 
-from captum_ssm.explanation.page import page_html, widget
+from captum_ssm.explanation.page import widget
 from captum_ssm.explanation.page.data import page_data
 
 GOLDEN = TESTS / "golden"
 STRONGEST_FOR, STRONGEST_AGAINST = "rgb(185, 84, 11)", "rgb(31, 102, 168)"
 
 
-@dataclass
-class Seen:
-    """What a page said on its console, and what it asked a network for."""
-
-    errors: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def watch(self, page: Any) -> None:
-        page.on("console", self._hear)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
-
-    def _hear(self, message: Any) -> None:
-        if message.type == "error":
-            self.errors.append(message.text)
-
-
 @pytest.fixture(scope="module")
 def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Opens each explanation once; at the end, no page has had an error or used a network."""
-    folder, tabs, seen = tmp_path_factory.mktemp("pages"), {}, Seen()
     made = {
         "story": lambda: pages.explanation(),
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
@@ -69,24 +52,9 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "hostile": pages.hostile,
     }
 
-    def open_(name: str, state: str = "") -> Any:
-        if name not in tabs:
-            (folder / f"{name}.html").write_text(page_html(made[name]()), "utf-8")
-            tabs[name] = browser.new_page(viewport={"width": 1240, "height": 800})
-            seen.watch(tabs[name])
-            tabs[name].goto((folder / f"{name}.html").as_uri())
-        tab = tabs[name]
-        tab.set_viewport_size({"width": 1240, "height": 800})
-        tab.evaluate("state => { document.activeElement?.blur(); location.hash = state }", state)
-        tab.evaluate("scrollTo(0, 0)")
-        tab.mouse.move(0, 0)
-        tab.locator(".captum-page").wait_for()
-        tab.evaluate("() => new Promise(requestAnimationFrame)")
-        return tab
-
-    yield open_
-    assert not seen.errors
-    assert all(url.startswith("file://") for url in seen.requests)
+    tabs = Tabs(browser, tmp_path_factory.mktemp("pages"), made, height=800)
+    yield tabs
+    tabs.seen.check()
 
 
 def option(tab: Any, group: str, name: str) -> Any:
