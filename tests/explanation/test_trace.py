@@ -226,6 +226,8 @@ def test_continuation_relevance_returns_a_row_per_hop():
         (dict(through="gates"), "through is 'gates'"),
         (dict(least=2), "least is 2"),
         (dict(score="prob"), "attr_target is 'prob'"),
+        (dict(return_error_bound=True), "the result holds relevance alone"),
+        (dict(return_states=True), "the result holds relevance alone"),
     ],
 )
 def test_bad_questions_about_an_answer_are_named(options, message):

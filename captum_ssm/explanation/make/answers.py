@@ -15,7 +15,7 @@ from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.rows import Question, RowSource
 from captum_ssm.explanation.make.run import Run
-from captum_ssm.explanation.make.trace import Trace, trace, trace_rows
+from captum_ssm.explanation.make.trace import Trace, ends_of, trace, trace_rows
 from captum_ssm.explanation.parts import PART
 from captum_ssm.utils.integers import as_index
 
@@ -97,15 +97,9 @@ class AskedAnswer:
         Raises:
             InputError: for a span that the continuation does not hold.
         """
-        count = len(tokens) - prompt
         if isinstance(self.span, tuple):
-            first, last = (end + count if end < 0 else end for end in self.span)
-            if 0 <= first <= last < count:
-                return prompt + first, prompt + last + 1
-            raise InputError(
-                f"span is {self.span}; expected two tokens of the continuation, which has {count}: "
-                f"0 .. {count - 1} (or -{count} .. -1 from the end)."
-            )
+            first, last = ends_of(self.span, len(tokens) - prompt)
+            return prompt + first, prompt + last + 1
         own = _Characters(tokens, prompt)
         if self.span is not None:
             start = own.text.rfind(self.span) if self.span.strip() else -1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr import SpanTarget, TokenAttribution
+from captum_ssm.attr.options import RESULTS
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.capture.check_inputs import as_ids
 from captum_ssm.capture.span_target import SCORES
@@ -24,6 +25,7 @@ EXCLUDED = {
     "position": "each token is explained at the position that predicts it",
     "return_convergence_delta": "the result holds no delta",
     "additional_forward_args": "one text needs no mask",
+    **dict.fromkeys(RESULTS, "the result holds relevance alone"),
 }
 
 

@@ -235,18 +235,23 @@ class _Asked:
         count = None if hops is None else as_index(hops)
         if hops is not None and (count is None or count < 0):
             raise ValueError(f"hops is {hops!r}; expected an integer from 0 on, or None.")
-        first, last = _ends((0, length - 1) if span is None else span, length)
+        first, last = ends_of((0, length - 1) if span is None else span, length)
         return cls(prompt, length, first, last, count, signs, least)
 
 
-def _ends(span: Any, length: int) -> tuple[int, int]:
+def ends_of(span: Any, length: int) -> tuple[int, int]:
+    """The first and the last token of a span of a continuation of so many, from 0 on.
+
+    Raises:
+        InputError: for what are not two of its tokens, in order.
+    """
     indices = [as_index(end) for end in span] if isinstance(span, (tuple, list)) else []
     ends = [end + length if end < 0 else end for end in indices if end is not None]
     if len(ends) == len(indices) == 2 and 0 <= ends[0] <= ends[1] < length:
         return ends[0], ends[1]
     raise InputError(
-        f"span is {span!r}; expected the first and the last token of the answer, among the "
-        f"{length} of the continuation: 0 .. {length - 1} (or -{length} .. -1 from the end)."
+        f"span is {span!r}; expected the first and the last of its tokens in the continuation, "
+        f"which has {length}: 0 .. {length - 1} (or -{length} .. -1 from the end)."
     )
 
 
