@@ -19,11 +19,10 @@ from captum_ssm.attr.segments import (
     check_text,
     compare,
     place_after,
-    with_places,
 )
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
-from captum_ssm.capture.target import read_score
+from captum_ssm.capture.target import read_score, with_places
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
     is_settled,
@@ -149,8 +148,9 @@ class MambaLRP(TokenAttribution):
                 without a cache. Default: False
         """
         request = self._request(arguments.inputs, arguments.additional_forward_args)
-        if segment is not None and check_text(request, segment) < request.inputs[0].shape[1]:
-            result, score = self._in_segments(request, arguments, segment)
+        tokens = None if segment is None else check_text(request, segment)
+        if tokens is not None and tokens < request.inputs[0].shape[1]:
+            result, score = self._in_segments(request, arguments, tokens)
             states: dict[str, StateRelevance] = {}
         else:
             request = with_leaves(request)

@@ -27,15 +27,14 @@ from captum_ssm.capture.check import SLACK, TOLERANCE, Deviation
 from captum_ssm.capture.model import extract_logits, is_model, parameter_names, unwrap
 from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
-from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
-from captum_ssm.capture.target import Against
 from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import frozen_by
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.copies import original
+from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.memory import limited_graph
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import weights_loaded
@@ -230,9 +229,10 @@ class SegmentedRun:
         return replace(request, named={**request.named, "logits_to_keep": 1})
 
 
-def check_text(request: Request, segment: int) -> int:
+def check_text(request: Request, segment: Any) -> int:
     """``segment``, if a request is for a text that can be cut into segments of so many tokens."""
-    if isinstance(segment, bool) or not isinstance(segment, int) or segment < 1:
+    count = as_index(segment)
+    if count is None or count < 1:
         raise InputError(f"segment is {segment!r}; expected a positive number of tokens, or None.")
     if not request.is_text or request.remote:
         raise InputError(
@@ -246,7 +246,7 @@ def check_text(request: Request, segment: int) -> int:
             "attention_mask marks padding; expected texts without any, as a segment may be padding "
             "as a whole. Explain texts of several lengths one by one."
         )
-    return segment
+    return count
 
 
 def compare(run: SegmentedRun) -> None:
@@ -271,29 +271,6 @@ def compare(run: SegmentedRun) -> None:
             "shift between mixers, positions, a pooled output). Explain the text as a whole: "
             "segment=None."
         )
-
-
-def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple[Any, Any]:
-    """A target and a position, with every position in them moved."""
-
-    def moved(place: Any) -> Any:
-        if torch.is_tensor(place):
-            return torch.tensor([move(int(one)) for one in place.reshape(-1)]).view(place.shape)
-        return list(map(move, place)) if isinstance(place, (list, tuple)) else move(int(place))
-
-    def pair(one: Any) -> Any:
-        return (moved(one[0]), one[1]) if isinstance(one, tuple) and len(one) == 2 else one
-
-    if isinstance(target, Against):
-        sides = (with_places(one, None, move)[0] for one in (target.target, target.foil))
-        target = Against(*sides)
-    elif isinstance(target, SpanTarget):
-        target = replace(target, positions=moved(target.positions))
-    elif isinstance(target, list):
-        target = list(map(pair, target))
-    else:
-        target = pair(target)
-    return target, None if position is None else moved(position)
 
 
 def place_after(start: int, tokens: int) -> Callable[[int], int]:
