@@ -157,7 +157,7 @@ class LaTIM(TokenAttribution):
                 "leave them at 0.0 and False."
             )
         frozen = score.frozen
-        is_one_text = frozen.is_chain and _is_one_text(arguments, frozen.shape[0])
+        is_one_text = frozen.is_chain and arguments.is_one_text(frozen.shape[0])
         with self._computing():
             rows, claimed, bound = score.relevance(activation, tolerance, is_one_text=is_one_text)
             relevance = self._formatted(rows, frozen)
@@ -395,10 +395,3 @@ class LaTIM(TokenAttribution):
             also=norms_and_head(request.module),
             keep_graph=True,
         )
-
-
-def _is_one_text(arguments: Arguments, batch: int) -> bool:
-    # Whether the inputs are one text expanded to a batch: all rows share their memory.
-    tensors = tensors_in((arguments.inputs, arguments.additional_forward_args))
-    batched = [x for x in tensors if x.dim() and x.shape[0] == batch]
-    return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)

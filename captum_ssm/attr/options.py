@@ -12,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from typing_extensions import Unpack, get_type_hints
 
+from captum_ssm.utils.nested import tensors_in
+
 # Results of ``_attribute`` that are asked for by keyword and are no options of a method.
 RESULTS = ("return_error_bound", "return_states")
 _ARGUMENTS = """\
@@ -96,6 +98,12 @@ class Arguments:
     additional_forward_args: Any = None
     position: Any = None
     return_convergence_delta: bool = False
+
+    def is_one_text(self, batch: int) -> bool:
+        """Whether the inputs are one text expanded to a batch: all rows share their memory."""
+        tensors = tensors_in((self.inputs, self.additional_forward_args))
+        batched = [x for x in tensors if x.dim() and x.shape[0] == batch]
+        return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The parts that adapters share: activations, norms, short convolutions, padding."""
+"""The parts that adapters share: activations, norms, short convolutions, padding, positions."""
 
 from __future__ import annotations
 
@@ -208,3 +208,20 @@ def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
     """
     x, mask = call.tokens(), call.token_mask()
     return (x if mask is None else x * mask[..., None]), mask
+
+
+def rotated(rotary: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Rotary positions of ``x (B, L, H, N)``, counted from the first token that is not padding."""
+    positions = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)[None]
+    if mask is not None:
+        positions = (mask.double().cumsum(1) - 1).clamp(min=0)
+    rates = rotary.base ** -(
+        torch.arange(0, rotary.dim, 2, dtype=torch.float64, device=x.device) / rotary.dim
+    )
+    angle = (positions[..., None] * rates)[:, :, None]  # (B or 1, L, 1, N / 2)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    if rotary.interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LINES = 400
 
 # Longer than that, for now. The list only ever becomes shorter.
-LARGE_FILES = {"attr/latim.py": 404, "metrics/perturbation.py": 406, "mixers/families/fla.py": 428}
+LARGE_FILES = {"metrics/perturbation.py": 406}
 
 # Words that meant several things. The glossary has the words that took their place.
 RETIRED = {

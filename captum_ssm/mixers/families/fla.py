@@ -28,6 +28,7 @@ from captum_ssm.mixers.parts import (
     previous,
     projection,
     rms_factor,
+    rotated,
     short_conv,
     unit,
 )
@@ -160,7 +161,7 @@ def freeze_retention(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, mask = masked_tokens(call)
     H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
-    q, k = (_rotate(module.rotary, t, mask) for t in _mapped(call, x))
+    q, k = (rotated(module.rotary, t, mask) for t in _mapped(call, x))
     decay = torch.log1p(-(2.0 ** (-5.0 - torch.arange(H, dtype=torch.float64, device=x.device))))
     recurrence = LinearAttentionOperator(
         query=q * N**-0.5,
@@ -388,20 +389,3 @@ def _low_rank(call: MixerCall, layer: Any, x: Tensor) -> Tensor:
         return call.linear(layer, x)
     down, act, up = layer.lora
     return call.linear(up, act(call.linear(down, x)))
-
-
-def _rotate(rotary: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Rotary positions of ``x (B, L, H, N)``, counted from the first token that is not padding."""
-    positions = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)[None]
-    if mask is not None:
-        positions = (mask.double().cumsum(1) - 1).clamp(min=0)
-    rates = rotary.base ** -(
-        torch.arange(0, rotary.dim, 2, dtype=torch.float64, device=x.device) / rotary.dim
-    )
-    angle = (positions[..., None] * rates)[:, :, None]  # (B or 1, L, 1, N / 2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    if rotary.interleaved:
-        a, b = x[..., ::2], x[..., 1::2]
-        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
