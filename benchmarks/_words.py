@@ -60,6 +60,16 @@ def save_portably(
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def loading(name: str) -> str:
+    """How the card of a language model in ``tutorials/models`` loads it."""
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("tutorials/models/{name}").eval()
+tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{name}")
+```"""
+
+
 def save_and_judge(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _training import MODELS, about_run, fit, options, size_of, slow_rates, table
-from _words import save_and_judge, word_tokenizer
+from _words import loading, save_and_judge, word_tokenizer
 
 PROGRESS_SEED = 10_001
 
@@ -155,12 +155,7 @@ Whole continuations generated without a mistake, of {metrics["examples"]:,} held
 |---|---|
 {table(scores)}
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("tutorials/models/{args.output.name}").eval()
-tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{args.output.name}")
-```
+{loading(args.output.name)}
 """
 
 

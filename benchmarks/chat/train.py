@@ -44,7 +44,7 @@ from captum_ssm.examples.chat import (
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
 from _training import about_run, fit, options, size_of, slow_rates, table
-from _words import save_and_judge, word_tokenizer
+from _words import loading, save_and_judge, word_tokenizer
 
 SETTINGS = {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "time_step_min": 0.01}
 QUESTIONS = 0.1  # the weight of words that are not an answer's
@@ -148,12 +148,7 @@ questions are about facts that were never trained on:
 |---|---|
 {table(scores)}
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("tutorials/models/{args.output.name}").eval()
-tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{args.output.name}")
-```
+{loading(args.output.name)}
 """
 
 

@@ -41,7 +41,7 @@ from captum_ssm.examples.stories import (
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
 from _training import about_run, fit, options, parsed, size_of, slow_rates, table
-from _words import save_and_judge, word_tokenizer
+from _words import loading, save_and_judge, word_tokenizer
 
 SHORTEST_LESSON = 24
 LESSONS = 0.3
@@ -206,12 +206,7 @@ Answers given first, of {metrics["stories"]} held-out questions of each kind on 
 {warning}No sentence of a held-out story was trained on: a fact is held out with its owner, color
 and object together.
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("tutorials/models/{args.output.name}").eval()
-tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{args.output.name}")
-```
+{loading(args.output.name)}
 """
 
 
