@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from captum.attr import Saliency
 from models import WORDS, tiny
 
-from captum_ssm import Explanation, InputError, MambaLRP, explain, trace
+from captum_ssm import (
+    Explanation,
+    InputError,
+    MambaAttribution,
+    MambaLRP,
+    explain,
+    trace,
+    trace_rows,
+)
 from captum_ssm.explanation import Token
 from captum_ssm.explanation.make.answers import THOUGHTS, AskedAnswer
 
@@ -52,6 +61,28 @@ def test_hops_come_after_the_single_tokens(tmp_path):
     again = Explanation.load(tmp_path / "why.json")
     assert again.examples[0].outputs == found.examples[0].outputs
     assert again.relevance(output=-1, hop=2).tolist() == found.relevance(output=-1, hop=2).tolist()
+
+
+@pytest.mark.parametrize("method", ["mamba-attribution", "saliency"])
+def test_rows_of_single_tokens_are_computed_once(method, monkeypatch):
+    # They are also what the hops of a method are made of whose rows do not add up.
+    kind = MambaAttribution if method == "mamba-attribution" else Saliency
+    attribute, calls = kind.attribute, []
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return attribute(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "attribute", counted)
+    each = explained(methods=method)
+    alone = len(calls)
+    found = explained(methods=method, hops=2)
+    assert len(calls) == 2 * alone
+    rows = torch.from_numpy(np.stack([each.relevance(output=k)[:8] for k in range(5)]))
+    traced = trace_rows(rows, 4, hops=2)
+    for hop in range(3):
+        row = found.relevance(output=-1, hop=hop)
+        np.testing.assert_allclose(row[:8], traced.relevance[hop], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -162,14 +162,28 @@ class WholeAnswer:
         hops = tuple(range(row + 1, row + self.count))
         return Output(None, (answer,), 0, role=PART, part=self.part, hops=hops)
 
-    def rows(self, source: RowSource, run: Run, ids: Tensor, what: str) -> Trace:
-        """A row per hop, ``(K + 1, n)`` of the n tokens ``ids (1, n)`` that the model reads."""
+    def rows(
+        self,
+        source: RowSource,
+        run: Run,
+        ids: Tensor,
+        what: str,
+        single: tuple[Tensor, Tensor | None] | None = None,
+    ) -> Trace:
+        """A row per hop, ``(K + 1, n)`` of the n tokens ``ids (1, n)`` that the model reads.
+
+        ``single`` are rows and deltas of each token of the continuation, where they are there.
+        """
         P, tokens = self.prompt, torch.tensor(self.whole.ids, device=ids.device)
         hops = self.asked.hops or 0
         span = self.part[0] - P, self.part[1] - P - 1
         method = getattr(source, "method", None)
-        if isinstance(method, TokenAttribution):
+        if isinstance(method, TokenAttribution) and (
+            single is None or method.is_additive(**source.options)
+        ):
             return trace(method, ids[:, :P], tokens[P:], span=span, hops=hops, **source.options)
-        questions = [Question(P - 1 + k, int(token)) for k, token in enumerate(tokens[P:])]
-        rows, deltas = source.rows(run, ids, questions, what)
+        if single is None:
+            questions = [Question(P - 1 + k, int(token)) for k, token in enumerate(tokens[P:])]
+            single = source.rows(run, ids, questions, what)
+        rows, deltas = single
         return trace_rows(rows, P, deltas=deltas, span=span, hops=hops)

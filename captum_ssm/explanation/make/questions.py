@@ -227,18 +227,15 @@ class Questions:
     def _rows(self, method: RowSource, inputs: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         if self.answer is None:
             return method.rows(self.run, inputs, self.questions, name)
-        found = self.answer.rows(method, self.run, inputs, name)
-        rows, deltas = found.relevance, found.delta
-        if self.questions:
-            each, delta = method.rows(self.run, inputs, self.questions, name)
-            rows = torch.cat([each, rows.to(each)])
-            deltas = torch.cat(
-                [
-                    torch.full_like(each[:, 0], torch.nan) if delta is None else delta,
-                    deltas.to(each),
-                ]
-            )
-        return rows, deltas if method.adds_up else None
+        if not self.questions:
+            found = self.answer.rows(method, self.run, inputs, name)
+            return found.relevance, found.delta if method.adds_up else None
+        each, delta = method.rows(self.run, inputs, self.questions, name)
+        chosen = [out.answers[out.chosen].row for out in self.outputs if out.part is None]
+        single = each[chosen], None if delta is None else delta[chosen]
+        found = self.answer.rows(method, self.run, inputs, name, single)
+        rows = torch.cat([each, found.relevance.to(each)])
+        return rows, None if delta is None else torch.cat([delta, found.delta.to(delta)])
 
 
 def per_example(name: str, target: Any, B: int, is_one: bool = True) -> list[Any]:
