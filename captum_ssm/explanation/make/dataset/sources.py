@@ -126,8 +126,8 @@ def _of_file(path: Path) -> Source:
         raise FileNotFoundError(f"dataset is {str(path)!r}, and there is no such file.")
     if path.suffix == ".parquet":
         return _of_parquet(path)
-    open_at, parse = (_records, dict) if path.suffix == ".csv" else (_lines, _LINE[path.suffix])
-    reader = _Forward(lambda start: islice(open_at(path), start, None), parse)
+    open_at = _records if path.suffix == ".csv" else _lines
+    reader = _Forward(lambda start: islice(open_at(path), start, None), _PARSE[path.suffix])
     return Source(path.suffix, reader.read, digest=lambda: hash_of_file(path))
 
 
@@ -138,7 +138,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file, restkey="", restval=None)
+        yield from csv.DictReader(file, restkey="")
 
 
 def _object(line: bytes) -> Any:
@@ -148,7 +148,8 @@ def _object(line: bytes) -> Any:
     return row
 
 
-_LINE: dict[str, Callable[[bytes], Any]] = {
+_PARSE: dict[str, Callable[[Any], Any]] = {
+    ".csv": lambda row: {name: value or None for name, value in row.items()},
     ".jsonl": _object,
     ".txt": lambda line: {"text": line.decode("utf-8").rstrip("\r\n")},
 }
