@@ -46,7 +46,7 @@ def made_folder(output: Any) -> Path:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardRun:
     """The shards of one of several processes.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus import ExplainedDataset
-from captum_ssm.explanation.make.dataset.folder import Run, made_folder
+from captum_ssm.explanation.make.dataset.folder import ShardRun, made_folder
 from captum_ssm.explanation.make.dataset.identity import (
     hash_of_model,
     hash_of_rows,
@@ -131,7 +131,7 @@ def explain_dataset(
         "columns": types,
     }
     maker = ShardMaker(make, known, types, seed, on_error == "raise")
-    run = Run(folder, source, manifest, maker, *this_process(process, accelerator))
+    run = ShardRun(folder, source, manifest, maker, *this_process(process, accelerator))
     with showing(None if show_progress else False):
         run.start()
     if accelerator is not None:
