@@ -43,7 +43,7 @@ PACKAGES = ("torch", "captum", "transformers", "numpy")
 
 
 @dataclass(frozen=True)
-class Row:
+class InputRow:
     """One input, and what is asked about it: as :func:`captum_ssm.explain` takes a single one.
 
     Args:
@@ -71,9 +71,10 @@ class Explainer:
 
     Examples::
 
-        >>> from captum_ssm.explanation.make.many import Explainer, Row
+        >>> from captum_ssm.explanation.make.many import Explainer, InputRow
         >>> explainer = Explainer(model, tokenizer, methods="rollout")
-        >>> one, bad, other = explainer([Row("w3 w4"), Row(""), Row("w5", target="w6")])
+        >>> rows = [InputRow("w3 w4"), InputRow(""), InputRow("w5", target="w6")]
+        >>> one, bad, other = explainer(rows)
         >>> one.relevance["rollout"].shape, type(bad).__name__, other.text
         ((2, 3), 'InputError', 'w5 w6')
     """
@@ -196,11 +197,11 @@ class Explainer:
             yield from answered(self.setup, questions, self._writing(target))
 
     @workspace()
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+    def __call__(self, rows: Sequence[InputRow]) -> list[Outcome]:
         """The example of each input, or its error.
 
         Args:
-            rows (sequence of Row): the inputs.
+            rows (sequence of InputRow): the inputs.
 
         Returns:
             list: of :class:`~captum_ssm.explanation.Example` and exceptions, in the order of the
@@ -218,7 +219,7 @@ class Explainer:
             found[list(asked)[i]] = outcome
         return [found[k] for k in range(len(rows))]
 
-    def _about(self, row: Row) -> Answerable:
+    def _about(self, row: InputRow) -> Answerable:
         of = self
         if row.span is not None or row.units is not None:
             of = copy(self)
