@@ -13,6 +13,7 @@ from captum_ssm.utils.suggestions import closest
 COMMANDS = {
     "explain": "Show which tokens, or parts of an image, support or oppose a prediction.",
     "circuit": "Show which token reads which other one, in which layer, for a prediction.",
+    "replay": "Explain what a served model answered, from the log of its server.",
     "supported": "Report which methods explain a model, and how exactly.",
     "compare": "Show the difference of two saved explanations, or of two methods.",
     "show": "Open the page of a saved explanation in the browser.",

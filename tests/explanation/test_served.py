@@ -213,7 +213,7 @@ def test_a_stream_is_joined(chat):
     with pytest.raises(InputError, match="holds 3 tokens of the answer, and the server counted 9"):
         row_of({"request": whole["request"], "response": chunks}, chat.tokenizer)
     (alone,) = read_records([{**chunk, "messages": chat.messages} for chunk in chunks[:-1]])
-    assert len(alone.answer) == 3 and alone.messages == chat.messages
+    assert (len(alone.answer), alone.messages) == (3, chat.messages)
 
 
 def test_half_precision_passes_and_another_checkpoint_does_not(stories):

@@ -168,7 +168,8 @@ def _offline(response: Data, output: Data, request: Data) -> ServedRecord:
     ids, rows = output.get("token_ids") or [], output.get("logprobs")
     _require_as_many("token_ids", len(ids), "logprobs", rows)
     tokens = tuple(
-        ServedToken(one, *_entry(row, one)) for one, row in zip(ids, rows or [None] * len(ids))
+        ServedToken(one, *_entry(row, one))
+        for one, row in zip(ids, rows or [None] * len(ids), strict=True)
     )
     return _record("vLLM", response, request, tokens, output.get("text"))
 
@@ -277,7 +278,7 @@ def _record(
         )
     values = tuple(
         None if not row else _entry(row, one)[2]
-        for one, row in zip(ids or (), response.get("prompt_logprobs") or ())
+        for one, row in zip(ids or (), response.get("prompt_logprobs") or (), strict=False)
     )
     usage = response.get("usage") or {}
     return ServedRecord(
