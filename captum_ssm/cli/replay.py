@@ -23,7 +23,7 @@ from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, visible
 from captum_ssm.explanation.make.methods import ALL, method_names
 from captum_ssm.explanation.make.served import replay
-from captum_ssm.explanation.make.served.replay import BOUND
+from captum_ssm.explanation.make.served.front import BOUND
 
 TOP = 5  # tokens of which differences are printed
 STREAM, DONE = "data:", "[DONE]"

@@ -5,9 +5,9 @@ vLLM and of the OpenAI API. :mod:`records` reads all of them into one form, with
 :mod:`chunks` has joined what was streamed. :mod:`vocabulary` finds the token ids where only texts
 or bytes were recorded. :mod:`rendering` makes the prompt and the answer of them that the local
 model reads, :mod:`comparison` holds the model's log probabilities against the recorded ones, and
-:mod:`replay` does all of it for :func:`captum_ssm.replay`.
+:mod:`front` does all of it for :func:`captum_ssm.replay`.
 """
 
-from captum_ssm.explanation.make.served.replay import replay, row_of
+from captum_ssm.explanation.make.served.front import replay, row_of
 
 __all__ = ["replay", "row_of"]

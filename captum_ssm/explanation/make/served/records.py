@@ -191,14 +191,9 @@ def _choice(response: Data, choice: Data, request: Data) -> ServedRecord:
     read = _chat_tokens if is_chat else _completion_tokens
     tokens, ids = read(logprobs), choice.get("token_ids")
     text = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
-    record = _record(
-        "chat completion" if is_chat else "completion",
-        response
-        | {key: choice[key] for key in ("prompt_token_ids", "prompt_logprobs") if choice.get(key)},
-        request,
-        tokens,
-        text,
-    )
+    own = {key: choice[key] for key in ("prompt_token_ids", "prompt_logprobs") if choice.get(key)}
+    name = "chat completion" if is_chat else "completion"
+    record = _record(name, {**response, **own}, request, tokens, text)
     if not is_chat and tokens:
         record = _without_echo(record, logprobs)
     return _with_ids(record, ids)

@@ -124,8 +124,9 @@ def replay(
     Examples::
 
         >>> from captum_ssm import replay
-        >>> record = {"prompt_token_ids": [3, 4], "outputs": [{"token_ids": [5, 6]}]}
-        >>> explanation = replay(model, tokenizer, record)
+        >>> answer = {"token_ids": [5, 6], "logprobs": [{5: -3.2}, {6: -3.1}]}
+        >>> record = {"prompt_token_ids": [3, 4], "outputs": [answer]}
+        >>> explanation = replay(model, tokenizer, record, bound=9)  # the model here is random
         >>> explanation.examples[0].text
         'w3 w4 w5 w6'
     """
