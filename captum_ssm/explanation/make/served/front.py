@@ -13,6 +13,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make.front import explain
 from captum_ssm.explanation.make.inputs import numbered
+from captum_ssm.explanation.make.many import InputRow
 from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.served.comparison import check_bound, compared
@@ -38,6 +39,11 @@ class ServedRow:
     inputs: TokenizedText
     target: TokenizedText
     record: ServedRecord
+
+    @property
+    def row(self) -> InputRow:
+        """As one of many inputs."""
+        return InputRow(self.inputs, self.target)
 
     def checked(self, model: Any, bound: float | None, temperature: float = 1.0) -> dict[str, Any]:
         """How the local model's log probabilities differ from the recorded ones, as plain data.
