@@ -58,7 +58,7 @@ class ShardMaker:
 
 
 def _recorded(explainer: Explainer, example: Example) -> dict[str, Any]:
-    return record(example, explainer.explanation([example]).title)
+    return record(example, explainer.heading([example]))
 
 
 def _first_error(outcome: Any, own: Any) -> Any:
