@@ -155,4 +155,4 @@ def replay(
         examples.append(outcome)
     targets = [row.target.text for row in rows]
     whole = explainer.explanation(examples, targets, against)
-    return replace(whole, settings=whole.settings | {"replay": checks})
+    return replace(whole, settings={**whole.settings, "replay": checks})
