@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 from captum_ssm.capture import check_model, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Explanation
-from captum_ssm.explanation.make.front import explain
 from captum_ssm.explanation.make.inputs import numbered
-from captum_ssm.explanation.make.many import InputRow
+from captum_ssm.explanation.make.many import Explainer, InputRow
 from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.served.comparison import check_bound, compared
@@ -142,17 +139,20 @@ def replay(
         if options.get(name) is not None:
             raise TypeError(f"{name} is given, and the record tells it; leave it out.")
     module, vocabulary = unwrap(check_model(model)), Vocabulary(tokenizer)
-    found, checks = [], []
+    against = options.pop("against", None)
+    explainer = Explainer(model, tokenizer, **options)
     records = read_records(record)
-    rows = []
+    rows, checks = [], []
     for k, one in enumerate(records):
         with numbered(k, len(records), "records"):
             rows.append(_row(one, vocabulary))
             checks.append(rows[-1].checked(module, bound, temperature))
-    for k, row in enumerate(rows):
-        with numbered(k, len(records), "records"):
-            found.append(explain(model, tokenizer, row.inputs, target=row.target, **options))
+    examples = []
+    for k, outcome in enumerate(explainer([replace(row.row, against=against) for row in rows])):
+        if isinstance(outcome, Exception):
+            with numbered(k, len(records), "records"):
+                raise outcome
+        examples.append(outcome)
     targets = [row.target.text for row in rows]
-    whole = reduce(add, found)
-    settings = whole.settings | {"target": targets, "replay": checks}
-    return replace(whole, settings=settings)
+    whole = explainer.explanation(examples, targets, against)
+    return replace(whole, settings={**whole.settings, "replay": checks})
