@@ -39,7 +39,8 @@ NAMES = (
     *("InputError", "MemoryLimitError", "ReconstructionError", "RelevanceFlow", "TargetError"),
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
     *("Area", "ReceptiveField", "effective_receptive_field", "Explanation", "explain"),
-    *("Trace", "continuation_relevance", "trace", "trace_rows"),
+    *("ExplainBatches", "explain_dataset"),
+    *("Trace", "continuation_relevance", "replay", "trace", "trace_rows"),
 )
 
 
