@@ -74,7 +74,8 @@ def _tensor(tensor: Tensor) -> bytes:
             found.update(_tensor(getattr(tensor, name)))
     elif not tensor.is_meta:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        found.update(memoryview(plain.view(torch.uint8).numpy()))
+        held: Any = plain.view(torch.uint8).numpy()
+        found.update(held)
     return found.digest()
 
 
