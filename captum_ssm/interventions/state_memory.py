@@ -269,6 +269,8 @@ class _Sums:
         below = self.lives.cumsum(1) / np.maximum(self.lives.sum(1, keepdims=True), 1)
         bins = np.array([(below < q - 1e-12).sum(1) for q in QUANTILES])
         lives = 2.0 ** ((bins + 0.5) / _PER_OCTAVE + _LOW)
+        if self.kind == "delta rule":  # whole tokens
+            lives = lives.round()
         lives[bins >= _BINS - 1] = np.inf
         with np.errstate(invalid="ignore"):
             rank, change = (self.points[:, k] / self.points[:, k + 2] for k in (0, 1))
