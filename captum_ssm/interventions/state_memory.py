@@ -46,6 +46,13 @@ class LayerMemory:
             ... tokens; NaN for a diagonal recurrence, and for a state of zeros.
         change (np.ndarray): ``(R, H)``, the norm of the last token's change of the state over the
             state's norm; NaN for a state of zeros.
+
+    Examples::
+
+        >>> report = captum_ssm.interventions.state_report(model, input_ids)
+        >>> layer = report.layers["backbone.layers.0.mixer"]
+        >>> layer.kind, layer.sinks.shape, layer.change.shape
+        ('diagonal', (7, 1), (3, 1))
     """
 
     kind: str
@@ -66,6 +73,12 @@ class TokenSink:
         count (int): occurrences.
         shares (dict of str to float): by layer, the mean share of an occurrence, over the heads.
         excess (dict of str to float): by layer, the mean of that share over an even share, 1 / L.
+
+    Examples::
+
+        >>> report = captum_ssm.interventions.state_report(model, input_ids)
+        >>> sum(one.count for one in report.tokens)
+        7
     """
 
     id: int
