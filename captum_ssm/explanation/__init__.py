@@ -1,5 +1,10 @@
 """Explanations as data: kept, opened again, compared and shown without the model."""
 
+from captum_ssm.explanation.corpus.changes import Change
+from captum_ssm.explanation.corpus.report import Report, ReportExample
+from captum_ssm.explanation.corpus.shares import Difference, Share
+from captum_ssm.explanation.corpus.slices import Slice
+from captum_ssm.explanation.corpus.summarize import summarize
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.parts import (
     Answer,
@@ -16,15 +21,22 @@ from captum_ssm.explanation.summary import Mean, Summary
 
 __all__ = [
     "Answer",
+    "Change",
     "Contrast",
+    "Difference",
     "Example",
     "Explanation",
     "Maps",
     "Mean",
     "Method",
     "Output",
+    "Report",
+    "ReportExample",
+    "Share",
+    "Slice",
     "Span",
     "Summary",
     "Token",
     "Validation",
+    "summarize",
 ]
