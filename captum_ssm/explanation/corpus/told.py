@@ -12,7 +12,9 @@ BAR = 24
 
 def told(report: Report) -> str:
     """The lines of ``print(report)``."""
-    return "\n".join(printable(line) if line.strip() else line for line in _lines(report))
+    # A line that begins a part has an empty one before it; no other break is the report's own.
+    parts = (("\n" * line.startswith("\n"), line.removeprefix("\n")) for line in _lines(report))
+    return "\n".join(gap + printable(line) for gap, line in parts)
 
 
 def _lines(report: Report) -> Iterator[str]:
