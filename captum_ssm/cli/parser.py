@@ -15,6 +15,7 @@ COMMANDS = {
     "circuit": "Show which token reads which other one, in which layer, for a prediction.",
     "supported": "Report which methods explain a model, and how exactly.",
     "compare": "Show the difference of two saved explanations, or of two methods.",
+    "report": "Report what many explanations have in common, and how two runs differ.",
     "show": "Open the page of a saved explanation in the browser.",
 }
 

@@ -36,7 +36,11 @@ class Interval:
 
 
 def moderated_halves(
-    counts: np.ndarray, variances: np.ndarray, level: float = 0.95, prior: float = PRIOR
+    counts: np.ndarray,
+    variances: np.ndarray,
+    trend: np.ndarray | None = None,
+    level: float = 0.95,
+    prior: float = PRIOR,
 ) -> np.ndarray:
     """Half the width of the interval of each of many means, by the moderated t-statistic.
 
@@ -49,6 +53,8 @@ def moderated_halves(
         counts (numpy.ndarray): samples of each mean, ``(K,)``, at least 1.
         variances (numpy.ndarray): their variance with n - 1 in the denominator, ``(K,)``; of one
             sample 0.
+        trend (numpy.ndarray, optional): what the common variance is in proportion to, ``(K,)``,
+            such as ``mean * (1 - mean)`` of shares; None for one variance. Default: None
         level (float, optional): confidence level. Default: 0.95
         prior (float, optional): Default: 4
 
@@ -65,6 +71,7 @@ def moderated_halves(
     own = counts - 1.0
     if not own.sum() > 0:
         return np.full(len(counts), np.inf)
-    common = (own * variances).sum() / own.sum()
+    shape = np.ones(len(counts)) if trend is None else trend
+    common = shape * (own * variances).sum() / max((own * shape).sum(), 1e-300)
     posterior = (own * variances + prior * common) / (own + prior)
     return stats.t.ppf((1 + level) / 2, own + prior) * np.sqrt(posterior / counts)

@@ -80,7 +80,7 @@ class ShareTable:
         examples = np.bincount(key, minlength=K)
         found = np.flatnonzero(examples)
         mean, variance = _moments(key, numbers[:, 0], examples, found)
-        half = moderated_halves(examples[found], variance)
+        half = moderated_halves(examples[found], variance, mean * (1 - mean))
         total, signed, count = (
             np.bincount(key, weights=numbers[:, c], minlength=K)[found] for c in (1, 2, 3)
         )

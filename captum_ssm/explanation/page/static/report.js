@@ -92,7 +92,6 @@ class ReportPage {
   isIn = (line) => {
     const { slice } = this;
     if (!slice) return true;
-    if (!this.members) this.members = new Map();
     return this.#valueOf(line, slice) === slice.name;
   };
 
@@ -153,7 +152,7 @@ class ReportPage {
 
   #key(event) {
     if (hasModifier(event)) return;
-    if (event.key === "Escape" && this.values.x !== "") history.length > 1 ? this.close() : this.close();
+    if (event.key === "Escape" && this.values.x !== "") this.close();
     if (this.values.x !== "" || ["INPUT", "SELECT"].includes(event.target.tagName)) return;
     if (event.key === "d") this.#flipTheme();
     else if (event.key === "/") this.list.find.focus();

@@ -41,7 +41,7 @@ export function sliceRow(part, shares, isChosen, { hasRight, choose }) {
     mark.style.height = `${(100 * share) / top}%`;
     return mark;
   });
-  const more = part.apart.filter(([kind, , , , low]) => low > 0 && kind !== "tenth").slice(0, 4);
+  const more = part.apart.filter(([kind, , , , low]) => low > 0 && !["tenth", "layer"].includes(kind)).slice(0, 4);
   return element("tr", { class: isChosen && "chosen" },
     element("td", {}, element("button", { type: "button", class: "link", "aria-pressed": String(isChosen), onclick: choose }, visible(part.name))),
     element("td", {}, part.count.toLocaleString("en")),

@@ -59,7 +59,7 @@ export class ShownTexts {
 export function exampleCard(line, texts, colors, open, other = null) {
   const wrong = line.right === false ? [", the model says ", quoted(line.prediction)] : [];
   return element("li", { class: "card" },
-    element("div", { class: "asked" }, quoted(line.target), wrong,
+    element("div", { class: "asked" }, element("span", {}, quoted(line.target), wrong),
       element("small", { class: "quiet" }, [
         line.p === null ? "" : percent(line.p),
         line.moved === null ? "" : `${percent(line.moved)} moved`,
@@ -67,5 +67,5 @@ export function exampleCard(line, texts, colors, open, other = null) {
       element("button", { type: "button", class: "action", "aria-label": `Open example ${line.index}: ${visible(line.text)}`,
         onclick: () => open(line.index) }, `Open ${line.index}`)),
     texts.has(line.index) ? texts.draw(line.index, colors) : element("p", { class: "mini" }, visible(line.text)),
-    other?.has(line.index) && [element("small", { class: "quiet" }, "and in the other run"), other.draw(line.index, colors)]);
+    Boolean(other?.has(line.index)) && [element("small", { class: "quiet" }, "and in the other run"), other.draw(line.index, colors)]);
 }
