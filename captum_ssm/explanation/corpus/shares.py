@@ -69,7 +69,7 @@ class ShareTable:
         self.numbers = np.concatenate(numbers) if numbers else np.zeros((0, 4))
 
     def shares(self, members: np.ndarray | None = None) -> tuple[Share, ...]:
-        """The mean shares, the one with the highest lower end first.
+        """The mean shares, highest lower end first; those of one example come last.
 
         Args:
             members (numpy.ndarray, optional): which examples count, ``(N,)`` bool. Default: None
@@ -84,7 +84,7 @@ class ShareTable:
         total, signed, count = (
             np.bincount(key, weights=numbers[:, c], minlength=K)[found] for c in (1, 2, 3)
         )
-        order = np.lexsort((-mean, half - mean))
+        order = np.lexsort((-mean, half - mean, examples[found] == 1))
         low, high = np.maximum(mean - half, 0), np.minimum(mean + half, 1)
         return tuple(
             Share(

@@ -61,6 +61,7 @@ class ReportPage {
     for (const [key, value] of Object.entries(given)) if (key in this.values) this.values[key] = value;
     const { values, data } = this;
     if (!data.slices[values.slice]) values.slice = "";
+    if (values.slice !== "") values.by = data.slices[values.slice].by;
     if (!data.slices.some(({ by }) => by === values.by)) values.by = this.defaults.by;
     if (!data.shares[values.kind]) values.kind = data.units;
     if (!data.shares[values.place] || !PLACE_NAMES[values.place]) values.place = "tenth";
@@ -180,7 +181,10 @@ class ReportPage {
 
   update() {
     const { values } = this;
-    if (values.theme) document.documentElement.setAttribute("theme", values.theme); // the page of an example follows
+    const { documentElement } = document;
+    if (values.theme && documentElement.getAttribute("theme") !== values.theme) {
+      documentElement.setAttribute("theme", values.theme); // which the page of an example follows
+    }
     const theme = values.theme || (hostIsDark() ? "dark" : "light");
     if (this.root.dataset.theme !== theme) {
       this.root.dataset.theme = theme;
