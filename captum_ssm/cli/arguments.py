@@ -17,9 +17,7 @@ def check_output(path: Path | None, endings: tuple[str, ...], name: str = "--out
     if path is None:
         return
     if path.suffix not in endings:
-        raise ValueError(
-            f"{name} is {path}; expected a name that ends in {listed(endings, 'or')}."
-        )
+        raise ValueError(f"{name} is {path}; expected a name that ends in {listed(endings, 'or')}.")
     if not path.parent.is_dir():
         raise ValueError(
             f"{name} is {path}, and there is no folder {path.parent}; create it, or name another."

@@ -92,7 +92,9 @@ def test_moderated_intervals_cover_and_converge_to_students():
     samples = rng.normal(size=(4000, 3))
     variances = samples.var(axis=1, ddof=1)
     half = moderated_halves(np.full(4000, 3), variances)
-    assert (np.abs(samples.mean(1)) < half).mean() == pytest.approx(0.95, abs=0.015)
+    assert (np.abs(samples.mean(1)) < half).mean() >= 0.95
+    alone = stats.t.ppf(0.975, 2) * np.sqrt(variances / 3)
+    assert half.mean() < 0.6 * alone.mean()
     own = moderated_halves(np.array([12]), np.array([4.0]), prior=0)
     assert own[0] == pytest.approx(stats.t.ppf(0.975, 11) * np.sqrt(4 / 12))
 
@@ -162,10 +164,11 @@ def test_a_report_needs_no_torch_and_does_without_scikit_learn(small, tmp_path):
     small.save(tmp_path / "a.json")
     code = (
         "import sys\n"
-        "for name in ('torch', 'captum', 'transformers', 'sklearn'): sys.modules[name] = None\n"
+        "sys.modules['sklearn'] = None\n"
         "from captum_ssm.explanation import summarize\n"
         "report = summarize('a.json')\n"
         "report.to_html('a.html')\n"
+        "assert 'torch' not in sys.modules\n"
         "print(report.notes[0])\n"
     )
     run = subprocess.run(

@@ -33,7 +33,7 @@ class Reading:
         probability (float or None): of the target; of several tokens, the product.
         length (int): tokens that are read.
         own (float): the reading token's share, which the other numbers leave out.
-        units (tuple of str): the texts of its units.
+        units (tuple of str): the texts of its units, as far as it is read.
         vector (numpy.ndarray): their shares, ``(units,)``.
         kinds (dict): by the kind of key: keys ``(K,)``, and ``(K, 4)``: the mean share of a token
             with it, the sum of their shares, the sum with signs, and how many they are.
@@ -119,13 +119,14 @@ def read(
         _add_layers(sums, example, output)
         vector = row if not len(vector) else vector + row
     target, prediction, probability = _answers(example, outputs)
+    read_units = sum(first < max(lengths) for first, _ in bounds_of(example, units))
     right = target == prediction if is_asked else None
     if label is not None:
         target, right = label, prediction == label
     return Reading(
         index, shortened(example.name), shortened(example.text), target, prediction, right,
-        probability, max(lengths), float(np.mean(owns)), tuple(texts_of(example, units)),
-        (vector / len(outputs)).astype(np.float32), sums.over(len(outputs)),
+        probability, max(lengths), float(np.mean(owns)), tuple(texts_of(example, units)[:read_units]),
+        (vector / len(outputs)).astype(np.float32)[:read_units], sums.over(len(outputs)),
     )  # fmt: skip
 
 
