@@ -1,5 +1,6 @@
 """Explanations as data: kept, opened again, compared and shown without the model."""
 
+from captum_ssm.explanation.corpus import ExplainedDataset, RowError, open_dataset
 from captum_ssm.explanation.corpus.changes import Change
 from captum_ssm.explanation.corpus.report import Report, ReportExample
 from captum_ssm.explanation.corpus.shares import Difference, Share
@@ -25,6 +26,7 @@ __all__ = [
     "Contrast",
     "Difference",
     "Example",
+    "ExplainedDataset",
     "Explanation",
     "Maps",
     "Mean",
@@ -32,11 +34,13 @@ __all__ = [
     "Output",
     "Report",
     "ReportExample",
+    "RowError",
     "Share",
     "Slice",
     "Span",
     "Summary",
     "Token",
     "Validation",
+    "open_dataset",
     "summarize",
 ]

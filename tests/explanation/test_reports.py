@@ -119,9 +119,11 @@ def test_slices_divide_the_examples_and_say_what_sets_them_apart():
     (of_a,) = (one for one in groups.values() if 0 in one.examples)
     assert of_a.name == "\u201ca\u201d"
     gap = next(one for one in of_a.apart if one.key == "a")
-    assert gap.here > 0.75 > 0.2 > gap.elsewhere and gap.low > 0.6
+    assert gap.here > 0.75 > 0.2 > gap.elsewhere
+    assert gap.low > 0.6
     (wrong,) = (one for one in report.slices if one.name == "wrong")
-    assert wrong.examples == tuple(range(35, 40)) and report.right == 35 / 40
+    assert wrong.examples == tuple(range(35, 40))
+    assert report.right == 35 / 40
     assert set(of_a.typical) | set(of_a.untypical) <= set(range(20))
 
 
@@ -131,7 +133,8 @@ def test_two_runs_are_compared_in_pairs(small):
     change = summarize(small, against=other).change
     assert change.examples == {0: pytest.approx(0.5), 1: 0.0, 2: 0.0, 3: 0.0}
     assert change.moved.value == pytest.approx(0.125)
-    assert change.flipped == (3,) and change.unpaired == 0
+    assert change.flipped == (3,)
+    assert change.unpaired == 0
     assert summarize(small, against=small).change.shares["token"] == ()
     with pytest.raises(ValueError, match="none of the 4 examples is the same text"):
         summarize(small, against=one_row(["e f g h"], ROWS[:1], [" x"]))
@@ -141,7 +144,8 @@ def test_tables_print_and_errors(small, tmp_path, capsys):
     report = summarize(small, by=["a", "a", "b", "b"])
     assert list(report.to_pandas("examples")["column"]) == ["a", "a", "b", "b"]
     assert set(report.to_pandas()["kind"]) == set(report.shares)
-    assert "a" in str(report) and "4 examples of stories by MambaLRP" in str(report)
+    assert "a" in str(report)
+    assert "4 examples of stories by MambaLRP" in str(report)
     for options, message in (
         ({"by": "topic"}, "an explanation has no columns"),
         ({"by": ["a"]}, "an explanation has no columns"),

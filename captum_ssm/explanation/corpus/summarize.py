@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from captum_ssm.explanation.corpus.changes import Change, change
+from captum_ssm.explanation.corpus.opened import open_dataset
 from captum_ssm.explanation.corpus.profiles import distances, grouped, plane, profiles
 from captum_ssm.explanation.corpus.readings import Reading, read
 from captum_ssm.explanation.corpus.report import Report, ReportExample
@@ -169,8 +170,6 @@ def _opened(data: Explanations | str | Path) -> Explanations:
         return data
     if Path(data).suffix == ".json":
         return Explanation.load(data)
-    from captum_ssm.explanation.corpus.dataset import open_dataset
-
     return open_dataset(data)
 
 
