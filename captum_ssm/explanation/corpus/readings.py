@@ -120,12 +120,13 @@ def read(
         vector = row if not len(vector) else vector + row
     target, prediction, probability = _answers(example, outputs)
     read_units = sum(first < max(lengths) for first, _ in bounds_of(example, units))
+    texts = tuple(texts_of(example, units)[:read_units])
     right = target == prediction if is_asked else None
     if label is not None:
         target, right = label, prediction == label
     return Reading(
         index, shortened(example.name), shortened(example.text), target, prediction, right,
-        probability, max(lengths), float(np.mean(owns)), tuple(texts_of(example, units)[:read_units]),
+        probability, max(lengths), float(np.mean(owns)), texts,
         (vector / len(outputs)).astype(np.float32)[:read_units], sums.over(len(outputs)),
     )  # fmt: skip
 

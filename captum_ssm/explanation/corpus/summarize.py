@@ -133,8 +133,19 @@ class _Run:
             raise ValueError(
                 f"labels has {len(right)} values for {len(data)} examples; expected one for each."
             )
-        is_asked = self.first.settings.get("target") is not None
-        self.readings = list(self._read(right, is_asked, reading_token))
+        self.readings = list(self._read(right, self._is_asked, reading_token))
+
+    @property
+    def _is_asked(self) -> bool:
+        # Whether targets were given, for all rows or by a column; else the prediction is explained.
+        manifest = getattr(self.data, "manifest", {})
+        asked = manifest.get("asked", {})
+        column = asked.get("columns", {}).get("target", "target")
+        return (
+            self.first.settings.get("target") is not None
+            or asked.get("target") is not None
+            or column in manifest.get("columns", ())
+        )
 
     def column(self, name: str, what: str) -> list[Any]:
         """A column of the user's own data."""
