@@ -2,7 +2,8 @@
 
 from captum_ssm.explanation.corpus import ExplainedDataset, RowError, open_dataset
 from captum_ssm.explanation.corpus.changes import Change
-from captum_ssm.explanation.corpus.report import Report, ReportExample
+from captum_ssm.explanation.corpus.parts import ReportExample
+from captum_ssm.explanation.corpus.report import Report
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.corpus.summarize import summarize

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from captum_ssm.explanation.corpus.report import PLACES, Report
+from captum_ssm.explanation.corpus.parts import PLACES, ReportData
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.page.data import page_data
@@ -20,7 +20,7 @@ MOST_SLICES = 40
 MOST_KEYS = {True: 30, False: 12}  # of all examples, and of a slice
 
 
-def report_data(report: Report) -> dict[str, Any]:
+def report_data(report: ReportData) -> dict[str, Any]:
     """The report as JSON, of bounded size however large the corpus is."""
     shown, other = _texts(report)
     step = -(-len(report.examples) // MOST_LISTED)
@@ -66,7 +66,7 @@ def report_data(report: Report) -> dict[str, Any]:
     }
 
 
-def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
+def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
     # The most wanted examples, as many as there is room for; of two runs both.
     rows: list[int] = []
     size = 0
@@ -128,7 +128,7 @@ def _difference(one: Difference) -> list[Any]:
     return [one.kind, one.key, *(_number(value, 3) for value in numbers)]
 
 
-def _change(report: Report) -> dict[str, Any] | None:
+def _change(report: ReportData) -> dict[str, Any] | None:
     change = report.change
     if change is None:
         return None

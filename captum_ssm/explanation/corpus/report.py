@@ -3,68 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from captum_ssm.explanation import file as _file
-from captum_ssm.explanation.corpus.changes import Change
-from captum_ssm.explanation.corpus.shares import Difference, Share
-from captum_ssm.explanation.corpus.slices import Slice
-from captum_ssm.explanation.parts import ExplanationData
+from captum_ssm.explanation.corpus.page_data import report_data
+from captum_ssm.explanation.corpus.parts import ReportData
+from captum_ssm.explanation.corpus.shares import Difference
+from captum_ssm.explanation.corpus.told import told
 
 if TYPE_CHECKING:
     import pandas
 
-LISTED = 10  # of a table, in print
-PLACES = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
-
-
-@dataclass(frozen=True)
-class ReportExample:
-    """One example of a report, in a line.
-
-    Args:
-        index (int): its row of the data.
-        name, text (str): shortened; the text's end is kept.
-        target, prediction (str): what is explained, and the likeliest answer.
-        right (bool or None): whether they are the same; None where no target was given.
-        probability (float or None): of the target.
-        length (int): how many tokens are read.
-        own (float): the reading token's share, which all other numbers leave out.
-        group (str or None): the name of the slice of examples that look alike.
-        distance (float): from the mean profile of the group, 0 to 1: the larger, the less typical.
-        place (tuple of float): in the plane in which examples differ most.
-        columns (dict): the user's own values.
-        moved (float or None): the part of the relevance that lies elsewhere in the other run.
-        flipped (bool): whether the other run predicts something else.
-
-    Examples::
-
-        >>> report = summarize(explain(model, tokenizer, ["w3 w4 w5", "w4 w6"]))
-        >>> [(one.index, one.length) for one in report.examples]
-        [(0, 3), (1, 2)]
-    """
-
-    index: int
-    name: str
-    text: str
-    target: str
-    prediction: str
-    right: bool | None
-    probability: float | None
-    length: int
-    own: float
-    group: str | None
-    distance: float
-    place: tuple[float, float]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    moved: float | None = None
-    flipped: bool = False
-
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class Report(ReportData):
     """Which parts of their texts many explained examples rest on, made by :func:`summarize`.
 
     Args:
@@ -89,40 +43,14 @@ class Report:
         >>> _ = report.to_html(folder / "report.html")
     """
 
-    title: str
-    model: str
-    method: str
-    units: str
-    examples: tuple[ReportExample, ...]
-    shares: Mapping[str, tuple[Share, ...]]
-    slices: tuple[Slice, ...]
-    change: Change | None
-    errors: Mapping[int, str]
-    shown: Mapping[int, ExplanationData]
-    shown_other: Mapping[int, ExplanationData]
-    notes: tuple[str, ...] = ()
-
     def __repr__(self) -> str:
         return f"<Report on {len(self.examples)} examples of {self.model} by {self.method}>"
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    @property
-    def right(self) -> float | None:
-        """The part of the examples that is predicted right; None where no target was given."""
-        known = [one.right for one in self.examples if one.right is not None]
-        return sum(known) / len(known) if known else None
-
-    @property
-    def own(self) -> float:
-        """The mean share of the token at which the answer is read."""
-        return sum(one.own for one in self.examples) / len(self.examples)
-
     def __str__(self) -> str:
         """A summary for a terminal."""
-        from captum_ssm.explanation.corpus.told import told
-
         return told(self)
 
     def to_pandas(self, table: str = "shares") -> pandas.DataFrame:
@@ -191,7 +119,6 @@ class Report:
         Raises:
             OSError: where it cannot be written, such as in a folder that does not exist.
         """
-        from captum_ssm.explanation.corpus.page_data import report_data
         from captum_ssm.explanation.page.html import report_html
 
         file = None if path is None else _file.check_place(path)

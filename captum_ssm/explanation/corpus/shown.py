@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from captum_ssm.explanation.corpus.report import ReportExample
+from captum_ssm.explanation.corpus.parts import ReportExample
 from captum_ssm.explanation.corpus.slices import Slice
 
 MOST = 200  # as many at most; the page takes fewer where they are long

@@ -10,9 +10,10 @@ import numpy as np
 
 from captum_ssm.explanation.corpus.changes import Change, change
 from captum_ssm.explanation.corpus.opened import open_dataset
+from captum_ssm.explanation.corpus.parts import ReportExample
 from captum_ssm.explanation.corpus.profiles import distances, grouped, plane, profiles
 from captum_ssm.explanation.corpus.readings import Reading, read
-from captum_ssm.explanation.corpus.report import Report, ReportExample
+from captum_ssm.explanation.corpus.report import Report
 from captum_ssm.explanation.corpus.shares import ShareTable
 from captum_ssm.explanation.corpus.shown import shown_rows
 from captum_ssm.explanation.corpus.slices import FEW, Slice, Slicer

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from captum_ssm.explanation.corpus.report import LISTED, Report
+from captum_ssm.explanation.corpus.parts import LISTED, ReportData
 from captum_ssm.explanation.read import printable
 
 BAR = 24
 
 
-def told(report: Report) -> str:
+def told(report: ReportData) -> str:
     """The lines of ``print(report)``."""
     # A line that begins a part has an empty one before it; no other break is the report's own.
     parts = (("\n" * line.startswith("\n"), line.removeprefix("\n")) for line in _lines(report))
     return "\n".join(gap + printable(line) for gap, line in parts)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: ReportData) -> Iterator[str]:
     right = "" if report.right is None else f", {report.right:.1%} predicted right"
     yield f"{report.title}: {len(report)} examples of {report.model} by {report.method}{right}"
     for kind in (report.units, "part"):
@@ -49,7 +49,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield from report.notes
 
 
-def _slices(report: Report) -> Iterator[str]:
+def _slices(report: ReportData) -> Iterator[str]:
     by = None
     for part in report.slices:
         if part.by != by:
