@@ -68,6 +68,10 @@ class ShareTable:
         self.example, self.key = np.array(examples, dtype=int), np.array(keys, dtype=int)
         self.numbers = np.concatenate(numbers) if numbers else np.zeros((0, 4))
 
+    def says(self, other: ShareTable) -> bool:
+        """Whether another table has the same keys and numbers."""
+        return self.keys == other.keys and np.array_equal(self.numbers, other.numbers)
+
     def shares(self, members: np.ndarray | None = None) -> tuple[Share, ...]:
         """The mean shares, highest lower end first; those of one example come last.
 

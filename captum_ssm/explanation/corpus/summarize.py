@@ -84,9 +84,11 @@ def summarize(
     columns = _columns(run, by)
     other = None if against is None else _other(run, against)
     readings = run.readings
-    units = "word" if any("word" in one.kinds for one in readings) else "token"
     kinds = [kind for kind in KINDS if any(kind in one.kinds for one in readings)]
     tables = {kind: ShareTable(readings, kind) for kind in kinds}
+    if "word" in tables and tables["word"].says(tables["token"]):
+        del tables["word"]  # each word is a token
+    units = "word" if "word" in tables else "token"
     rows = profiles(readings, units)
     groups = grouped(rows)
     slicer = Slicer(readings, tables, rows, units, SHOWN)
