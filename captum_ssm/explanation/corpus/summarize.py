@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,13 +223,11 @@ def _slices(
     slicer: Slicer, columns: Mapping[str, list[Any]], groups: np.ndarray | None
 ) -> list[Slice]:
     readings = slicer.readings
-    right: Callable[[Reading], str | None] = lambda one: (  # noqa: E731
-        None if one.right is None else "right" if one.right else "wrong"
-    )
     found = [] if groups is None else slicer.groups(groups)
     for name, values in columns.items():
         found += slicer.by_value(name, values)
-    found += slicer.by_value("prediction", [right(one) for one in readings])
+    told = {True: "right", False: "wrong", None: None}
+    found += slicer.by_value("prediction", [told[one.right] for one in readings])
     return found + slicer.by_value("target", [one.target for one in readings], least=FEW)
 
 

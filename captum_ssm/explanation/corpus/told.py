@@ -19,7 +19,8 @@ def told(report: ReportData) -> str:
 
 def _lines(report: ReportData) -> Iterator[str]:
     right = "" if report.right is None else f", {report.right:.1%} predicted right"
-    yield f"{report.title}: {len(report)} examples of {report.model} by {report.method}{right}"
+    what = f"{len(report.examples)} examples of {report.model} by {report.method}"
+    yield f"{report.title}: {what}{right}"
     for kind in (report.units, "part"):
         entries = report.shares.get(kind, ())[:LISTED]
         if not entries:
