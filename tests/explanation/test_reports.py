@@ -11,6 +11,7 @@ import pytest
 from folders import ROOT
 from scipy import stats
 
+from captum_ssm import examples, explain, explain_dataset
 from captum_ssm.cli import main
 from captum_ssm.explanation import Explanation, summarize
 from captum_ssm.explanation.corpus.readings import place
@@ -162,6 +163,28 @@ def test_tables_print_and_errors(small, tmp_path, capsys):
     assert main(["report", str(tmp_path / "why.json"), "--html", str(page)]) == 0
     assert "4 examples" in capsys.readouterr().out
     assert page.read_text("utf-8") == summarize(small).to_html()
+
+
+def test_a_folder_says_the_same_as_the_explanation_and_knows_its_columns(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    model, tokenizer = examples.load("stories-mamba")
+    texts = ["the dogs near the bird", "the dog near the birds", "the cat near the dog"]
+    targets, kinds = ["bark", "barks", "bark"], ["many", "one", "one"]
+    rows = [
+        {"text": text, "target": target, "kind": kind}
+        for text, target, kind in zip(texts, targets, kinds, strict=True)
+    ]
+    rows.insert(1, {"text": "", "target": "bark", "kind": "none"})
+    explain_dataset(model, tokenizer, rows, tmp_path / "why", methods=["mamba-lrp"])
+    report = summarize(tmp_path / "why", by="kind")
+    whole = summarize(explain(model, tokenizer, texts, target=targets, methods=["mamba-lrp"]))
+    assert list(report.errors) == [1]
+    assert [one.index for one in report.examples] == [0, 2, 3]
+    assert report.right == whole.right == pytest.approx(2 / 3)
+    assert [one.examples for one in report.slices if one.by == "kind"] == [(2, 3), (0,)]
+    for kind, entries in whole.shares.items():
+        found = {one.key: one.share for one in report.shares[kind]}
+        assert found == {one.key: pytest.approx(one.share, abs=1e-4) for one in entries}
 
 
 def test_a_report_needs_no_torch_and_does_without_scikit_learn(small, tmp_path):

@@ -47,7 +47,7 @@ export class ShownTexts {
     const parts = example.tokens.slice(first, end).map((text, k) => {
       const { before, body } = cut(text);
       const swatch = relevance.has(first + k) ? colors.of(relevance.values[first + k], scale) : null;
-      const node = element("span", { class: first + k === relevance.own ? "part reads" : "part" }, body);
+      const node = element("span", { class: ["part", !before && "joined", first + k === relevance.own && "reads"].filter(Boolean).join(" ") }, body);
       if (swatch) Object.assign(node.style, { backgroundColor: swatch.css, color: swatch.text });
       return [before, node];
     });
