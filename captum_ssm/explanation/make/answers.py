@@ -13,7 +13,7 @@ from captum_ssm.attr import TokenAttribution
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.rows import Question, RowSource
+from captum_ssm.explanation.make.rows import Asked, Question, RowSource
 from captum_ssm.explanation.make.run import Run
 from captum_ssm.explanation.make.trace import Trace, ends_of, trace, trace_rows
 from captum_ssm.explanation.parts import PART
@@ -184,6 +184,6 @@ class WholeAnswer:
             return trace(method, ids[:, :P], tokens[P:], span=span, hops=hops, **source.options)
         if single is None:
             questions = [Question(P - 1 + k, int(token)) for k, token in enumerate(tokens[P:])]
-            single = source.rows(run, ids, questions, what)
+            (single,) = source.rows([Asked(run, ids, questions)], what)
         rows, deltas = single
         return trace_rows(rows, P, deltas=deltas, span=span, hops=hops)

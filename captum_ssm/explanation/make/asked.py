@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.classes import ClassQuestion, LabelQuestion
 from captum_ssm.explanation.make.inputs import Text, numbered, read_texts
-from captum_ssm.explanation.make.kinds import Kind, task_of
+from captum_ssm.explanation.make.kinds import Kind, Task
 from captum_ssm.explanation.make.places import PlacesQuestion
-from captum_ssm.explanation.make.questions import Setup, TextSetup, per_example
+from captum_ssm.explanation.make.questions import Setup, Steps, TextSetup, per_example
+from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.texts import TextQuestion
 
 
 class Answerable(Protocol):
     """A question about one input."""
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How long the input is: those of similar length are explained together."""
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The input, explained."""
 
 
@@ -30,7 +35,12 @@ QUESTIONS: dict[Kind, Any] = {
 
 
 def text_questions(
-    setup: Setup, texts: Sequence[Text], target: Any, against: Any, labels: Any, asked: TextSetup
+    setup: Setup,
+    texts: Sequence[Text],
+    target: Any,
+    against: Any,
+    tell: Callable[[TokenizedText, bool], Task],
+    asked: TextSetup,
 ) -> Sequence[Answerable]:
     """What is asked about each text, all of it checked before anything is computed.
 
@@ -38,18 +48,18 @@ def text_questions(
         setup (Setup): how texts are explained.
         texts (sequence): as people typed them.
         target, against (Any): one for all texts, or a list with one for each.
-        labels (sequence or dict of str, optional): names of classes.
+        tell (Callable): what the model puts out, by a text, and whether it is the only one.
         asked (TextSetup): what is the same for all texts.
 
     Raises:
         ValueError, TypeError: as for ``explain``; of several texts they say which.
     """
     readings = read_texts(asked.tokenizer, texts, setup.model)
-    task = task_of(setup.model, readings[0], asked.tokenizer, labels)
+    task = tell(readings[0], len(readings) == 1)
     # A list of integers is one continuation, but several classes.
-    is_one = task.kind == "tokens"
+    is_text = task.kind == "tokens"
     targets, others = (
-        per_example(name, given, len(texts), is_one)
+        per_example(name, given, len(texts), is_text)
         for name, given in (("target", target), ("against", against))
     )
     questions = []

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from captum_ssm.capture import is_model, unwrap
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement, is_causal
-from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.make.rows import Asked, Question, Rows
 from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
@@ -118,15 +118,17 @@ class CaptumRows:
         names = dict.fromkeys(type(method).__name__ for method in (self.method, self.inner))
         return f"Captum's {' of '.join(names)}{self._told}{cost}"
 
-    def rows(
-        self, run: Run, inputs: Tensor, questions: Sequence[Question], what: str
-    ) -> tuple[Tensor, Tensor | None]:
-        """Relevance ``(R, ...)`` of one input ``(1, ...)``, and the deltas ``(R,)`` if any.
+    def rows(self, asked: Sequence[Asked], what: str) -> list[Rows]:
+        """Relevance ``(R, ...)`` of each input ``(1, ...)``, and the deltas ``(R,)`` if any.
 
         A delta is the score minus that at the baseline minus the sum of relevance.
         """
+        return [self._of(one, what) for one in asked]
+
+    def _of(self, one: Asked, what: str) -> Rows:
+        inputs, questions = one.inputs, one.questions
         with torch.inference_mode(False), torch.enable_grad(), _own_random_numbers(inputs):
-            inputs, self._model = inputs.clone(), run
+            inputs, self._model = inputs.clone(), one.run
             if isinstance(self.inner, LayerAttribution):
                 return self._of_layer(inputs, questions, what)
             if self.removes_parts:

@@ -14,8 +14,8 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.labels import class_of
-from captum_ssm.explanation.make.observed import Observed
-from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
+from captum_ssm.explanation.make.observed import Look, Seen
+from captum_ssm.explanation.make.questions import Questions, Setup, Steps, TextSetup
 from captum_ssm.explanation.make.reading import TokenizedText, positions_in
 from captum_ssm.explanation.parts import LABEL
 
@@ -47,20 +47,27 @@ class ClassQuestion:
             )
         return cls(task, text, *_classes(task, target, against), asked.spans)
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.text.tokens)
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The text, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        questions, ids, seen = questions_of(setup, self.task, self.text)
-        logits = questions.run.read(seen.output)[0].float()
+        questions, ids, seen = yield from questions_of(setup, self.task, self.text)
+        logits = seen.scores[0].float()
         chosen = int(logits.argmax()) if self.target is None else self.target
         if chosen == self.against:
             raise _itself(self.task.names[chosen])
         choices = replace(questions.choices, read_at=seen.read_at)
         questions.add(logits, None, chosen, self.against, choices=choices)
-        return explained_text(questions, ids, self.text, len(self.text.tokens), self.spans)
+        return (
+            yield from explained_text(questions, ids, self.text, len(self.text.tokens), self.spans)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,14 +96,19 @@ class LabelQuestion:
             positions = [k for k, one in enumerate(text.tokens) if one.end > one.start]
         return cls(task, text, positions, *_classes(task, target, against), asked.spans)
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.text.tokens)
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The text, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        questions, ids, seen = questions_of(setup, self.task, self.text)
-        logits = questions.run.read(seen.output)[0, list(self.positions)].float()
+        questions, ids, seen = yield from questions_of(setup, self.task, self.text)
+        logits = seen.scores[0, list(self.positions)].float()
         chosen = [int(row.argmax()) if self.target is None else self.target for row in logits]
         if {*chosen} == {self.against}:
             raise _itself(self.task.names[chosen[0]])
@@ -104,12 +116,14 @@ class LabelQuestion:
         for position, row, one in zip(self.positions, logits, chosen, strict=True):
             against = None if one == self.against else self.against
             questions.add(row, position, one, against, choices=labels)
-        return explained_text(questions, ids, self.text, len(self.text.tokens), self.spans)
+        return (
+            yield from explained_text(questions, ids, self.text, len(self.text.tokens), self.spans)
+        )
 
 
 def questions_of(
     setup: Setup, task: Task, text: TokenizedText
-) -> tuple[Questions, Tensor, Observed]:
+) -> Steps[tuple[Questions, Tensor, Seen]]:
     """No questions yet about a text, its ids ``(1, L)``, and what the model returns for them.
 
     Raises:
@@ -120,8 +134,9 @@ def questions_of(
     if setup.lens:
         setup.note("no lens: the model has no vocabulary")
     names = task.names.__getitem__
-    questions = Questions(setup, names, task.run_on(text), task.probabilities)
-    return questions, ids, task.observed(text, ids)
+    run = task.run_on(text)
+    seen = yield Look(run, ids, first=task.first)
+    return Questions(setup, names, run, task.probabilities), ids, seen
 
 
 def _classes(task: Task, target: object, against: object) -> tuple[int | None, int | None]:

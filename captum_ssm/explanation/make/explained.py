@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from captum_ssm.attr import LaTIM
 from captum_ssm.explanation import Example, Maps, Span
 from captum_ssm.explanation.make.circuits import circuits
-from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
+from captum_ssm.explanation.make.questions import Questions, Setup, Steps, to_numpy
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.run import Run
 from captum_ssm.explanation.units import lines, named, sentences, within, words
@@ -25,7 +25,7 @@ def explained_text(
     whole: TokenizedText,
     prompt: int,
     spans: Mapping[str, tuple[int, int]],
-) -> Example:
+) -> Steps[Example]:
     """The questions about one text, explained.
 
     Args:
@@ -40,7 +40,7 @@ def explained_text(
     # Maps come first, since those that are too large are refused before any row is computed.
     read = torch.tensor([whole.ids], device=ids.device)
     maps = _maps(questions.setup, questions.run, read)
-    relevance, deltas = questions.explained(
+    relevance, deltas = yield from questions.explained(
         ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
     )
     return Example(

@@ -1,44 +1,20 @@
-"""From what :func:`explain` is given to questions, and from their answers to an explanation."""
+"""The front door, :func:`explain`."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import wraps
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import nn
-
-from captum_ssm.errors import InputError
-from captum_ssm.explanation import Example, Explanation, Method
-from captum_ssm.explanation.make.answers import AskedAnswer
-from captum_ssm.explanation.make.arrays import Given, given
-from captum_ssm.explanation.make.asked import Answerable, text_questions
-from captum_ssm.explanation.make.generate import Generation, parse_generation, written
-from captum_ssm.explanation.make.images import image_questions
-from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
-from captum_ssm.explanation.make.messages import chat_questions, find_messages
-from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation import Explanation
+from captum_ssm.explanation.make.many import Explainer
 from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import Setup, TextSetup
-from captum_ssm.explanation.make.rows import RowSource
-from captum_ssm.explanation.make.series import series_questions
-from captum_ssm.explanation.make.texts import TextQuestion
-from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
-from captum_ssm.utils.integers import as_index
-from captum_ssm.utils.progress import progress, showing
 from captum_ssm.utils.suggestions import closest
 
 # Options by the names that people try.
 ELSEWHERE = {"text": "inputs=", "max_tokens": "max_new_tokens=", "method": "methods="}
-PACKAGES = ("torch", "captum", "transformers", "numpy")
 
 
 def _suggesting(function: Any) -> Any:
@@ -237,134 +213,32 @@ def explain(
     model, tokenizer, inputs, processor = unpacked(model, tokenizer, inputs, processor)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
-    setup = parse_setup(
-        model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate, circuit
+    explainer = Explainer(
+        model,
+        tokenizer,
+        max_new_tokens=max_new_tokens,
+        generation=generation,
+        methods=methods,
+        validate=validate,
+        span=span,
+        hops=hops,
+        reasoning=reasoning,
+        position=position,
+        units=units,
+        alternatives=alternatives,
+        maps=maps,
+        layers=layers,
+        lens=lens,
+        circuit=circuit,
+        processor=processor,
+        labels=labels,
+        features=features,
+        mean=mean,
+        std=std,
+        title=title,
+        memory_limit=memory_limit,
+        show_progress=show_progress,
     )
-    spans = parse_spans(units)
-    writing = parse_generation(max_new_tokens, generation, target, position)
-    messages = find_messages(messages, inputs, tensors, units)
-    texts, image = None, None
-    if messages is None:
-        tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    about = TextSetup(tokenizer, position, spans, AskedAnswer.of(span, hops, reasoning))
-    questions: Sequence[Answerable]
-    if features is not None and (messages is not None or texts is not None):
-        raise TypeError("features names those of a series or a table, and the input is a text.")
-    if messages is not None:
-        is_written = writing is not None
-        questions = chat_questions(setup, messages, target, against, labels, about, is_written)
-    elif texts is not None:
-        questions = text_questions(setup, texts, target, against, labels, about)
-    else:
-        own = None if is_tokenizer(tokenizer) else tokenizer
-        found = given(setup.model, image, own if processor is None else processor, mean, std)
-        questions = _about_array(setup, found.named(features), target, against, labels)
-    if about.answer.is_asked:
-        _require_continued(questions, validate)
-    with showing(None if show_progress else False):
-        examples = tuple(_answered(setup, questions, writing))
-    asked = {"target": target, "against": against, "position": position}
-    asked |= {"max_new_tokens": max_new_tokens, "generation": generation}
-    asked |= {"units": "span" if spans else units, "spans": spans}
-    asked |= {"span": span, "hops": hops, "reasoning": reasoning}
-    return _explanation(setup, examples, asked, title)
-
-
-def _about_array(
-    setup: Setup, found: Given, target: Any, against: Any, labels: Any
-) -> Sequence[Answerable]:
-    if found.note:
-        setup.note(found.note)
-    ask = image_questions if found.kind in ("image", "video") else series_questions
-    return ask(found, target, against, labels)
-
-
-def _require_continued(questions: Sequence[Answerable], validate: bool) -> None:
-    # Several tokens are explained together only where a text is continued.
-    if not all(isinstance(one, TextQuestion) for one in questions):
-        raise TypeError(
-            "span or hops is given, and the model does not continue texts: expected a language "
-            "model and a text."
-        )
-    if validate:
-        raise InputError(
-            "validate removes tokens for single outputs, and span or hops explains several "
-            "together; leave one of them out."
-        )
-
-
-def _explanation(
-    setup: Setup, examples: tuple[Example, ...], asked: Mapping[str, Any], title: str | None
-) -> Explanation:
-    first = next(setup.model.parameters())
-    settings = {
-        **asked,
-        "alternatives": setup.alternatives,
-        "maps": setup.maps,
-        "layers": setup.layers,
-        "lens": setup.lens,
-        "circuit": setup.circuit,
-        "dtype": str(first.dtype).removeprefix("torch."),
-        "device": str(first.device),
-        "notes": setup.notes,
-    }
-    name = _name(setup.model)
-    return Explanation(
-        _title(examples, name) if title is None else title,
-        name,
-        tuple(_method(name, source) for name, source in setup.methods.items()),
-        examples,
-        _plain(settings),
-        _versions(),
-    )
-
-
-def _answered(
-    setup: Setup, questions: Sequence[Answerable], writing: Generation | None
-) -> Iterator[Example]:
-    B = len(questions)
-    for k, question in enumerate(progress(questions, "examples") if B > 1 else questions):
-        with numbered(k, B):
-            yield written(question, setup.model, writing).answer(setup)
-
-
-def _method(name: str, source: RowSource) -> Method:
-    return Method(name, source.title, source.note, source.adds_up, _plain(source.options))
-
-
-def _plain(value: Any) -> Any:
-    # JSON gives the result back as it is.
-    if torch.is_tensor(value):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    index = as_index(value)
-    return str(value) if index is None else index
-
-
-def _name(model: nn.Module) -> str:
-    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
-    if not name:
-        return type(model).__name__
-    return Path(name).name if Path(name).is_dir() else name
-
-
-def _title(examples: Sequence[Example], name: str) -> str:
-    is_one = len(examples) == 1 and len(examples[0].outputs) == 1
-    if is_one or (len(examples) == 1 and examples[0].outputs[0].role == SPAN):
-        output = examples[0].outputs[0]
-        return f"Why “{output.answers[output.chosen].text.strip()}”?"
-    return f"What {name} reads"
-
-
-def _versions() -> dict[str, str]:
-    own = import_module("captum_ssm").__version__
-    versions = {"captum_ssm": own, "python": sys.version.split()[0]}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    questions = explainer.questions(inputs, tensors, messages, target, against)
+    examples = explainer.answer(questions, target)
+    return explainer.explanation(examples, target, against)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.arrays import Given
 from captum_ssm.explanation.make.labels import classes_of, names_of
-from captum_ssm.explanation.make.questions import Questions, Setup, per_example
+from captum_ssm.explanation.make.observed import Look
+from captum_ssm.explanation.make.questions import Questions, Setup, Steps, per_example
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.inspection.implicit_attention import token_grids
 
 
@@ -35,7 +36,12 @@ class ImageQuestion:
     mean: Sequence[float] | None
     std: Sequence[float] | None
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return self.pixels.numel()
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The image, explained.
 
         Raises:
@@ -43,8 +49,9 @@ class ImageQuestion:
         """
         channels = self.axes.index("c")
         pixels = self.pixels.to(next(setup.model.parameters()).device)
-        with torch.no_grad():
-            logits = extract_logits(setup.model(pixels)).float()
+        run = Run(setup.model)
+        seen = yield Look(run, pixels)
+        logits = seen.scores.float()
         if logits.dim() != 2 or logits.shape[0] != 1:
             raise ValueError(
                 f"the model returns an output of shape {tuple(logits.shape)} for one image; "
@@ -55,10 +62,10 @@ class ImageQuestion:
             _require_no_removal(setup)
         names = names_of(self.labels, setup.model, logits.shape[1])
         chosen, against = classes_of(self.target, self.against, names, logits[0])
-        questions = Questions(setup, lambda index: names[index])
+        questions = Questions(setup, lambda index: names[index], run)
         questions.add(logits[0], None, chosen, against)
         questions.require_memory(pixels.numel() // pixels.shape[channels])
-        relevance, deltas = questions.explained(pixels, lambda rows: rows.sum(channels))
+        relevance, deltas = yield from questions.explained(pixels, lambda rows: rows.sum(channels))
         return Example(
             self.name,
             tuple(questions.outputs),

@@ -90,7 +90,7 @@ def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[
             check_inputs(torch.tensor([found[-1].ids]), model)
     # A conversation was read before, and its own reader warns of it.
     pairs = zip(found, texts, strict=True)
-    warn_of_unknown([read for read, given in pairs if read is not given], stacklevel=6)
+    warn_of_unknown([read for read, given in pairs if read is not given], stacklevel=7)
     return found
 
 

@@ -22,6 +22,8 @@ from captum_ssm.explanation.make.run import Run
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.utils.nested import first_of
 
+LONGER = 4  # tokens that are added to a text, to see whether the model reads them
+
 Kind = Literal["tokens", "classes", "labels", "places"]
 
 
@@ -49,13 +51,10 @@ class Task:
         """The run on one text, with its token types."""
         return self.run.with_arguments(arguments_of(self.run.module, text))
 
-    def observed(self, text: TokenizedText, ids: Tensor) -> Observed:
-        """What the model returns for one text, whose ids are ``(1, L)``."""
-        kept = None if self.first is None else self.first.take(ids)
-        return observed(self.run_on(text), ids) if kept is None else kept
 
-
-def task_of(module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any) -> Task:
+def task_of(
+    module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any, is_one: bool = True
+) -> Task:
     """What a model puts out, as its output for one text tells.
 
     Args:
@@ -63,6 +62,8 @@ def task_of(module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any)
         text (TokenizedText): what it is run on.
         tokenizer (TokenizerLike, optional): its vocabulary is compared with.
         labels (sequence or dict of str, optional): names of classes, as ``explain`` takes them.
+        is_one (bool, optional): whether there is no other text; where there are, texts of a
+            language model that reads no later token are padded. Default: True
 
     Raises:
         ValueError: for an output that is none of these, such as hidden states.
@@ -71,7 +72,22 @@ def task_of(module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any)
     run = Run(module).with_arguments(arguments_of(module, text))
     first = observed(run, ids)
     task = _told_by(first, run, ids, tokenizer, labels)
+    if task.kind == "tokens" and not is_one:
+        is_causal = _reads_no_later_token(run, ids, extract_logits(first.output))
+        task = replace(task, run=replace(run, is_causal=is_causal))
     return replace(task, first=FirstRun(ids, first))
+
+
+def _reads_no_later_token(run: Run, ids: Tensor, logits: Tensor) -> bool:
+    # Whether logits (1, L, V) stay as they are where other tokens follow the text's L.
+    L, likely = ids.shape[1], logits[0, -1].topk(2).indices
+    longer = torch.cat([ids.expand(2, -1), likely[:, None].expand(-1, LONGER)], 1)
+    try:
+        with torch.no_grad():
+            after = run(longer)[:, :L]
+    except Exception:  # whatever the model raises
+        return False
+    return bool((after - logits).abs().max() <= 1e-4 * logits.abs().max())
 
 
 def _told_by(first: Observed, run: Run, ids: Tensor, tokenizer: Any, labels: Any) -> Task:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.inputs import numbered, warn_of_unknown
-from captum_ssm.explanation.make.kinds import task_of
+from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.questions import Setup, TextSetup, per_example
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.templates import Message, Rendering, rendered
@@ -56,7 +56,7 @@ def chat_questions(
     messages: Any,
     target: Any,
     against: Any,
-    labels: Any,
+    tell: Callable[[TokenizedText, bool], Task],
     asked: TextSetup,
     is_written: bool = False,
 ) -> Sequence[Answerable]:
@@ -70,7 +70,7 @@ def chat_questions(
         setup (Setup): how conversations are explained.
         messages (list): a conversation, or a list of several.
         target, against (Any): as for ``explain``, one per conversation.
-        labels (sequence or dict of str, optional): names of classes.
+        tell (Callable): what the model puts out, by a text, and whether it is the only one.
         asked (TextSetup): what is the same for all conversations, such as the tokenizer.
         is_written (bool, optional): whether the model writes the answer. Default: False
 
@@ -86,10 +86,10 @@ def chat_questions(
         with numbered(k, B):
             whole.append(chat.whole())
             check_inputs(torch.tensor([whole[-1].ids]), setup.model)
-    warn_of_unknown(whole, stacklevel=5)
-    task = task_of(setup.model, whole[0], asked.tokenizer, labels)
+    warn_of_unknown(whole, stacklevel=6)
+    task = tell(whole[0], B == 1)
     if task.kind != "tokens":
-        return text_questions(setup, whole, target, against, labels, asked)
+        return text_questions(setup, whole, target, against, tell, asked)
     targets, others = (
         per_example(name, given, B) for name, given in (("target", target), ("against", against))
     )

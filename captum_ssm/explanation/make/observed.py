@@ -1,4 +1,4 @@
-"""One run of a model on a text, and what its modules tell of it: who made the output, from where.
+"""A run of a model on texts, and what its modules tell of it: who made the output, from where.
 
 A model with one output per text reads it from all tokens together, such as from their mean, or from
 one token alone: the last one, or one in front such as ``[CLS]``. A module that is given the very
@@ -8,7 +8,7 @@ vector of one token, and no other, tells which.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.run import OneInput, Run, batches, joined
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -27,18 +27,19 @@ KEPT = 16  # results of modules: the output's maker is among the last
 
 @dataclass(frozen=True)
 class Observed:
-    """What a model returned for one text.
+    """What a model returned for B texts.
 
     Args:
         output (Any): as the model returned it.
         maker (nn.Module, optional): the module that returned the very tensor that is read of the
             output; None where no module did.
-        read_at (int, optional): the token from which the output is read, if it is one alone.
+        read_at (tuple): for each text the token from which the output is read, if it is one alone,
+            else None.
     """
 
     output: Any
     maker: nn.Module | None
-    read_at: int | None
+    read_at: tuple[int | None, ...]
 
 
 class FirstRun:
@@ -58,10 +59,61 @@ class FirstRun:
         return kept[1] if kept is not None and torch.equal(kept[0], ids) else None
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What answers about one input are read from.
+
+    Args:
+        scores (Tensor): ``(1, ...)``.
+        read_at (int, optional): the token from which a model with one output per text reads it, if
+            it is one alone. Default: None
+    """
+
+    scores: Tensor
+    read_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Look(OneInput):
+    """The step of a question that needs what the model returns for its input.
+
+    ``positions`` are the tokens of a text whose scores are needed, all if None, and ``first`` may
+    hold a run that was made before.
+    """
+
+    positions: Sequence[int] | None = None
+    first: FirstRun | None = None
+
+    @staticmethod
+    def together(several: Sequence[Look]) -> list[Seen]:
+        """What each needs, by one run of the model for each batch."""
+        found: dict[int, Seen] = {}
+        for places in batches(several):
+            batch = [several[k] for k in places]
+            one, (first, *others) = joined(batch), batch
+            kept = None if first.first is None or others else first.first.take(one.inputs)
+            result = _run(one) if kept is None else kept
+            scores = one.run.read(result.output)
+            if others and len(scores) != len(batch):
+                raise RuntimeError(f"{len(scores)} outputs for {len(batch)} inputs")
+            parts = scores.split(1) if others else [scores]
+            for i, (k, own) in enumerate(zip(places, parts, strict=True)):
+                at = several[k].positions
+                found[k] = Seen(own if at is None else own[:, list(at)], result.read_at[i])
+        return [found[k] for k in range(len(several))]
+
+
+def _run(one: OneInput) -> Observed:
+    if one.is_text:
+        return observed(one.run, one.inputs)
+    with torch.no_grad():
+        return Observed(one.run.module(one.inputs), None, (None,) * len(one.inputs))
+
+
 def observed(run: Run, ids: Tensor) -> Observed:
-    """The model, run on the ids ``(1, L)`` of one text."""
+    """The model, run on the ids ``(B, L)`` of texts."""
     module, arguments = run.module, run.arguments(ids)
-    watch = _Watch(ids.shape[1])
+    watch = _Watch(ids.shape)
     with torch.no_grad(), watch.watching(module), noting_draws() as draws, one_run(module):
         output = module(ids, **arguments)
     if any(draws):
@@ -85,11 +137,11 @@ def places_of(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 class _Watch:
-    # What the last modules without parts return, and the one token whose vector is read after the
-    # last module that returned a vector of each token.
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.read_at: int | None = None
+    # What the last modules without parts return, and the one token of each of B texts whose vector
+    # is read after the last module that returned a vector of each token.
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)  # (B, L)
+        self.read_at: tuple[int | None, ...] = (None,) * shape[0]
         self._tokens: Tensor | None = None
         # A result that is no longer kept may leave its memory to another one.
         self._made: deque[tuple[nn.Module, Tensor]] = deque(maxlen=KEPT)
@@ -105,12 +157,13 @@ class _Watch:
 
     def see(self, read: Any) -> None:
         """Look whether what is read is the vector of one token."""
-        tokens = self._tokens
-        if self.read_at is not None or tokens is None or not torch.is_tensor(read):
+        tokens, is_known = self._tokens, None not in self.read_at
+        if is_known or tokens is None or not torch.is_tensor(read):
             return
-        if read.numel() == tokens.shape[-1]:
-            rows = (tokens[0] == read.reshape(-1)).all(-1).nonzero().flatten().tolist()
-            self.read_at = rows[0] if len(rows) == 1 else None
+        if read.numel() == len(tokens) * tokens.shape[-1]:
+            is_read = (tokens == read.reshape(len(tokens), 1, -1)).all(-1)  # (B, L)
+            rows = [row.nonzero().flatten().tolist() for row in is_read]
+            self.read_at = tuple(row[0] if len(row) == 1 else None for row in rows)
 
     def _before(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         self.see(first_of(args))
@@ -119,8 +172,8 @@ class _Watch:
         first = first_of(output)
         if torch.is_tensor(first):
             self._made.append((part, first))
-            if first.dim() == 3 and first.shape[:2] == (1, self.length):
-                self._tokens, self.read_at = first, None
+            if first.dim() == 3 and first.shape[:2] == self.shape:
+                self._tokens, self.read_at = first, (None,) * self.shape[0]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -15,7 +15,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.classes import questions_of
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.questions import Choices, Questions, Setup, TextSetup
+from captum_ssm.explanation.make.questions import Choices, Questions, Setup, Steps, TextSetup
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
@@ -62,14 +62,19 @@ class PlacesQuestion:
             raise _itself(text, chosen)
         return cls(task, text, chosen, other, asked.spans)
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.text.tokens)
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The text, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        questions, ids, seen = questions_of(setup, self.task, self.text)
-        starts, ends = self._possible(questions.run.read(seen.output)[0].double())
+        questions, ids, seen = yield from questions_of(setup, self.task, self.text)
+        starts, ends = self._possible(seen.scores[0].double())
         asked = [place for place in (self.target, self.against) if place is not None]
         width = max(LONGEST, *(last - first + 1 for first, last in asked), 1)
         answers = _Answers(self.text, starts, ends, min(width, len(starts)))
@@ -79,7 +84,7 @@ class PlacesQuestion:
             raise _itself(self.text, answers.place(chosen))
         answers.ask_of(questions, chosen, against)
         prompt = len(self.text.tokens)
-        return explained_text(questions, ids, self.text, prompt, self.spans)
+        return (yield from explained_text(questions, ids, self.text, prompt, self.spans))
 
     def _possible(self, logits: Tensor) -> Tensor:
         # An answer lies in the second text.

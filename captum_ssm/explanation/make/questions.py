@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
 from captum_ssm.explanation.make.answers import AskedAnswer, WholeAnswer
 from captum_ssm.explanation.make.removal import Replacement
-from captum_ssm.explanation.make.rows import Question, RowSource
+from captum_ssm.explanation.make.rows import Asked, Question, Rows, RowSource
 from captum_ssm.explanation.make.run import Run
 from captum_ssm.explanation.make.validate import validated
 from captum_ssm.explanation.parts import NEXT
@@ -26,6 +26,11 @@ TOP = 5  # the likeliest answers, which are kept at each output
 SOFTMAX = partial(torch.softmax, dim=-1)
 # What a method raises that does not fit a model.
 FAILS = (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError)
+
+T = TypeVar("T")
+# A question is a generator of the steps that need the model, and returns its example: steps of the
+# same kind are taken together for several inputs.
+Steps: TypeAlias = Generator[Any, Any, T]
 
 
 @dataclass(frozen=True)
@@ -197,45 +202,75 @@ class Questions:
 
     def explained(
         self, inputs: Tensor, shaped: Callable[[Tensor], Tensor]
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Relevance and deltas, by method.
+    ) -> Steps[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+        """Relevance and deltas, by method: the last step of a question.
 
         Args:
             inputs (Tensor): of one example, ``(1, ...)``.
             shaped (Callable): from rows in the shape of the input to those that are kept.
         """
-        whole, relevance, deltas = {}, {}, {}
-        for name, method in list(self.setup.methods.items()):
-            try:
-                explained, delta = self._rows(method, inputs, name)
-            except FAILS as error:
-                if not self.setup.skips_failing or len(self.setup.methods) == 1:
-                    raise
-                del self.setup.methods[name]
-                self.setup.notes.append(f"without {name}: {str(error).splitlines()[0]}")
-                continue
-            whole[name] = explained
-            relevance[name] = to_numpy(shaped(explained))
-            if delta is not None:
-                deltas[name] = to_numpy(delta)
+        found: dict[str, Rows] = yield Explain(self, inputs)
+        whole = {name: rows for name, (rows, _) in found.items()}
         if self.setup.validate:
             rows = [answer.row for out in self.outputs for answer in out.answers[out.chosen :][:1]]
             asked = {row: self.questions[row] for row in rows if row is not None}
             self.validation = validated(self.run, inputs, whole, asked, self.setup.replacement)
+        relevance = {name: to_numpy(shaped(rows)) for name, rows in whole.items()}
+        deltas = {name: to_numpy(each) for name, (_, each) in found.items() if each is not None}
         return relevance, deltas
 
-    def _rows(self, method: RowSource, inputs: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
-        if self.answer is None:
-            return method.rows(self.run, inputs, self.questions, name)
+    def rows_of_answer(self, method: RowSource, inputs: Tensor, name: str) -> Rows:
+        """Rows of the single tokens, if any are asked about, and of the whole answer."""
+        assert self.answer is not None
         if not self.questions:
             found = self.answer.rows(method, self.run, inputs, name)
             return found.relevance, found.delta if method.adds_up else None
-        each, delta = method.rows(self.run, inputs, self.questions, name)
+        ((each, delta),) = method.rows([Asked(self.run, inputs, self.questions)], name)
         chosen = [out.answers[out.chosen].row for out in self.outputs if out.part is None]
         single = each[chosen], None if delta is None else delta[chosen]
         found = self.answer.rows(method, self.run, inputs, name, single)
         rows = torch.cat([each, found.relevance.to(each)])
         return rows, None if delta is None else torch.cat([delta, found.delta.to(delta)])
+
+
+@dataclass(frozen=True)
+class Explain:
+    """The step of a question that needs the rows of its input ``(1, ...)``, by each method."""
+
+    questions: Questions
+    inputs: Tensor
+
+    @staticmethod
+    def together(several: Sequence[Explain]) -> list[dict[str, Rows]]:
+        """What each needs. A method that fails on one input is left out where all are tried."""
+        setup = several[0].questions.setup
+        found: list[dict[str, Rows]] = [{} for _ in several]
+        for name, method in list(setup.methods.items()):
+            try:
+                each = _rows_of(several, method, name if len(several) == 1 else "")
+            except FAILS as error:
+                is_left_out = setup.skips_failing and len(setup.methods) > 1
+                if len(several) > 1 or not is_left_out:
+                    raise
+                del setup.methods[name]
+                setup.notes.append(f"without {name}: {str(error).splitlines()[0]}")
+                continue
+            for held, rows in zip(found, each, strict=True):
+                held[name] = rows
+        return found
+
+
+def _rows_of(several: Sequence[Explain], method: RowSource, what: str) -> list[Rows]:
+    # Whole answers are followed one by one.
+    single = [one for one in several if one.questions.answer is None]
+    asked = [Asked(one.questions.run, one.inputs, one.questions.questions) for one in single]
+    rows = iter(method.rows(asked, what) if asked else ())
+    return [
+        next(rows)
+        if one.questions.answer is None
+        else one.questions.rows_of_answer(method, one.inputs, what)
+        for one in several
+    ]
 
 
 def per_example(name: str, target: Any, B: int, is_one: bool = True) -> list[Any]:

@@ -1,8 +1,12 @@
-"""Relevance for questions, one row each: answers, and one answer against another."""
+"""Relevance for questions, one row each: answers, and one answer against another.
+
+Questions about several inputs are answered together: inputs of similar length make one batch, and
+in it each row has its input, and its own token at which the answer is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import SpanTarget, TokenAttribution
 from captum_ssm.capture import resolve_model
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.run import OneInput, Run, batches, joined
 from captum_ssm.utils.progress import progress
 
 
@@ -50,6 +54,16 @@ def _at(logits: Tensor, place: tuple[int, ...]) -> Tensor:
     return logits[(every, *place)]
 
 
+@dataclass(frozen=True)
+class Asked(OneInput):
+    """Questions about one input ``(1, ...)``."""
+
+    questions: Sequence[Question] = ()
+
+
+Rows = tuple[Tensor, Tensor | None]  # relevance (R, ...) of one input, and deltas (R,) of some
+
+
 class RowSource(Protocol):
     """A method with its options, as a source of rows: one of this library, or of Captum.
 
@@ -65,10 +79,8 @@ class RowSource(Protocol):
     @property
     def options(self) -> Mapping[str, Any]: ...
 
-    def rows(
-        self, run: Run, inputs: Tensor, questions: Sequence[Question], what: str
-    ) -> tuple[Tensor, Tensor | None]:
-        """Relevance ``(R, ...)`` of one input ``(1, ...)``, and deltas ``(R,)`` or None."""
+    def rows(self, asked: Sequence[Asked], what: str) -> list[Rows]:
+        """Relevance ``(R, ...)`` of each input, and deltas ``(R,)`` or None."""
 
 
 @dataclass(frozen=True)
@@ -90,55 +102,51 @@ class TokenRows:
     def adds_up(self) -> bool:
         return has_delta(self.method, dict(self.options))
 
-    def rows(
-        self, run: Run, inputs: Tensor, questions: Sequence[Question], what: str
-    ) -> tuple[Tensor, Tensor | None]:
-        return rows(self.method, run, inputs, questions, what=what, **self.options)
+    def rows(self, asked: Sequence[Asked], what: str) -> list[Rows]:
+        return rows(self.method, asked, what=what, **self.options)
+
+
+class PaddingIsReadError(RuntimeError):
+    """Tokens that stand for nothing have relevance: the texts have to be explained one by one."""
 
 
 def rows(
     method: TokenAttribution,
-    run: Run,
-    inputs: Tensor,
-    questions: Sequence[Question],
+    asked: Sequence[Asked],
     *,
-    step: int = 8,
+    step: int | None = None,
     what: str = "",
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Relevance ``(R, ...)`` of token ids ``(1, L)``, or of one image ``(1, C, H, W)``.
+) -> list[Rows]:
+    """Relevance ``(R, ...)`` of each input, token ids ``(1, L)`` or an image ``(1, C, H, W)``.
 
-    It is zero after the token that is explained. The second result is the deltas ``(R,)`` of a
-    method that adds up, else None. Methods that need gradients explain ``step`` questions at a
-    time. A name for ``what`` switches on the progress bar.
+    It is zero after the token that is explained. With it come the deltas ``(R,)`` of a method that
+    adds up, else None. At most ``step`` rows are computed at a time; None is as many as fit a batch
+    (:func:`~captum_ssm.explanation.make.run.batches`). A name for ``what`` switches on the progress
+    bar.
+
+    Raises:
+        PaddingIsReadError: where a model reads what texts of a batch are padded with.
     """
-    if method.reads_whole_maps(**options):
-        kinds: list[Any] = list(range(len(questions)))  # a row must not see later tokens
-    elif method.needs_target(**options):
-        kinds, step = [question.is_target for question in questions], run.most(step)
-    elif any(_has_place_of_its_own(question, run) for question in questions):
-        kinds = list(range(len(questions)))
-    else:
-        # Without a target, rows of one token are the same.
-        kinds, step = [question.position for question in questions], len(questions)
-        if kinds[0] is not None:
-            method = method.freeze_once(inputs, run.extra(inputs))
-    of_kind: dict[Any, list[int]] = {}
-    for k, kind in enumerate(kinds):
-        of_kind.setdefault(kind, []).append(k)
-    groups = [ks[i : i + step] for ks in of_kind.values() for i in range(0, len(ks), step)]
-    relevance: dict[int, Tensor] = {}
-    deltas = inputs.new_zeros(len(questions), dtype=torch.float32)
+    needs_target, whole = method.needs_target(**options), method.reads_whole_maps(**options)
+    jobs = [job for k, one in enumerate(asked) for job in _jobs(one, k, needs_target, whole)]
     adds_up = has_delta(method, options)
-    for group in progress(groups, what) if what else groups:
-        rows, delta = _attributed(
-            method, run, inputs, [questions[k] for k in group], adds_up, options
-        )
-        for i, k in enumerate(group):
-            relevance[k] = rows[i % len(rows)]
-            if delta is not None:
-                deltas[k] = delta[i]
-    return torch.stack([relevance[k] for k in range(len(questions))]), deltas if adds_up else None
+    found: list[list[Any]] = [[None] * len(one.questions) for one in asked]
+    deltas = [torch.zeros(len(one.questions), device=one.inputs.device) for one in asked]
+    computed = _by_row if needs_target or whole else _off_one_run
+    for group, of in computed(method, jobs, step, what):
+        relevance, delta = _attributed(of, group, adds_up, options)
+        for i, job in enumerate(group):
+            row = relevance[i]
+            if job.of.is_text:
+                L, read = asked[job.input].inputs.shape[1], job.of.inputs.shape[1]
+                row = nn.functional.pad(row[:read], (0, L - read))
+            for k in job.rows:
+                found[job.input][k] = row
+                if delta is not None:
+                    deltas[job.input][k] = delta[i]
+    pairs = zip(found, deltas, strict=True)
+    return [(torch.stack(each), delta if adds_up else None) for each, delta in pairs]
 
 
 def has_delta(method: TokenAttribution, options: dict[str, Any]) -> bool:
@@ -146,39 +154,103 @@ def has_delta(method: TokenAttribution, options: dict[str, Any]) -> bool:
     return method.has_convergence_delta() and method.needs_target(**options)
 
 
+@dataclass(frozen=True)
+class _Job:
+    # One row of a method, which explains one or several questions about an input.
+    input: int
+    rows: list[int]
+    of: OneInput  # what the method is given
+    question: Question
+    needs_target: bool
+    kind: tuple[Any, ...] = ()
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        return self.of.group + self.kind
+
+
+def _jobs(one: Asked, k: int, needs_target: bool, whole: bool) -> list[_Job]:
+    # Without a target, rows of one token are the same.
+    same: dict[Any, list[int]] = {}
+    for i, question in enumerate(one.questions):
+        is_own = needs_target or _has_place_of_its_own(question, one.run)
+        same.setdefault(i if is_own else ("at", question.position), []).append(i)
+    jobs = []
+    for rows in same.values():
+        question = one.questions[rows[0]]
+        of = OneInput(one.run, one.inputs)
+        end = question.position
+        if whole and end is not None:  # a row must not see later tokens
+            of = of.until(end + 1)
+        kind = (question.is_target, question.explained) if needs_target else ()
+        jobs.append(_Job(k, rows, of, question, needs_target, kind))
+    return jobs
+
+
+def _by_row(
+    method: TokenAttribution, jobs: Sequence[_Job], step: int | None, what: str
+) -> Iterator[tuple[list[_Job], TokenAttribution]]:
+    groups = batches(jobs, step)
+    for places in progress(groups, what) if what else groups:
+        yield [jobs[k] for k in places], method
+
+
+def _off_one_run(
+    method: TokenAttribution, jobs: Sequence[_Job], step: int | None, what: str
+) -> Iterator[tuple[list[_Job], TokenAttribution]]:
+    # The model runs once for all tokens of a batch of texts: their first rows, then the second.
+    of_inputs: dict[int, list[_Job]] = {}
+    for job in jobs:
+        of_inputs.setdefault(job.input, []).append(job)
+    each = list(of_inputs.values())
+    for places in batches([ks[0] for ks in each], step):
+        several = [each[k] for k in places]
+        of = method
+        if several[0][0].question.position is not None:
+            one = joined([ks[0].of for ks in several])
+            of = method.freeze_once(one.inputs, one.run.extra(one.inputs))
+        turns = range(max(map(len, several)))
+        for k in progress(turns, what) if what else turns:
+            yield [ks[min(k, len(ks) - 1)] for ks in several], of
+
+
 def _attributed(
-    method: TokenAttribution,
-    run: Run,
-    inputs: Tensor,
-    questions: Sequence[Question],
-    adds_up: bool,
-    options: dict[str, Any],
+    method: TokenAttribution, group: Sequence[_Job], adds_up: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    positions = [question.position for question in questions]
-    is_text = positions[0] is not None
-    whole = method.reads_whole_maps(**options)
-    length = inputs.shape[1]
-    if whole and is_text:
-        inputs = inputs[:, : positions[0] + 1]  # type: ignore[operator]
-    selects: dict[str, Any] = {"position": positions[0]}
-    needs_target = method.needs_target(**options)
-    if needs_target:
-        inputs = inputs.expand(len(questions), *inputs.shape[1:])
-    extra = run.extra(inputs)
+    one = joined([job.of for job in group])
+    run, inputs, questions = one.run, one.inputs, [job.question for job in group]
+    extra: Any = run.extra(inputs)
+    needs_target, is_text = group[0].needs_target, questions[0].position is not None
+    selects: dict[str, Any] = {}
     if needs_target and questions[0].is_target and run.is_plain:
-        selects = {"target": _targets(questions)}
-    elif needs_target or _has_place_of_its_own(questions[0], run):
-        places = torch.tensor(positions, device=inputs.device) if is_text else None
-        method, selects, extra = _of_scores(method, run, questions), {"position": places}, None
+        selects["target"] = _targets(questions)
+    else:
+        places = [question.position for question in questions]
+        selects["position"] = torch.tensor(places, device=inputs.device) if is_text else None
+        if needs_target or _has_place_of_its_own(questions[0], run):
+            method, extra = _of_scores(method, run, questions), None
     if extra is not None:
         selects["additional_forward_args"] = extra
     if adds_up:
         selects["return_convergence_delta"] = True
     returned = method.attribute(inputs, **selects, **options)
     relevance, delta = returned if adds_up else (returned, None)
-    if whole and is_text:
-        relevance = nn.functional.pad(relevance, (0, length - relevance.shape[1]))
+    _require_nothing_of_padding(relevance, group)
     return relevance, delta
+
+
+def _require_nothing_of_padding(relevance: Tensor, group: Sequence[_Job]) -> None:
+    lengths = [job.of.inputs.shape[1] for job in group]
+    if not group[0].of.is_text or min(lengths) == max(lengths):
+        return
+    ends = torch.tensor(lengths, device=relevance.device)
+    size = relevance.detach().abs()
+    of_padding = size * (torch.arange(size.shape[1], device=size.device) >= ends[:, None])
+    if bool((of_padding.amax(1) > 1e-6 * size.amax(1)).any()):
+        raise PaddingIsReadError(
+            "relevance falls on the padding of a batch of texts; expected a model that reads no "
+            "later token. Explain the texts one by one."
+        )
 
 
 def _targets(questions: Sequence[Question]) -> Any:

@@ -1,15 +1,19 @@
-"""How a model is run on an example, and what of its output is read."""
+"""How a model is run on an example, or on several as one batch, and what of its output is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits, parameter_names
+
+# What is computed at a time: more would need more memory, and gain little.
+TOKENS = 4096
+ARRAYS = 8
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,15 @@ class Run:
             Default: its logits
         takes_several (bool, optional): whether the model takes more than one input at a time.
             Default: True
+        is_causal (bool, optional): whether the output at a token depends on no later one, so that
+            texts of several lengths go together, padded at their ends. Default: False
     """
 
     module: nn.Module
     named: Mapping[str, Tensor] = field(default_factory=dict)
     read: Callable[[Any], Tensor] = extract_logits
     takes_several: bool = True
+    is_causal: bool = False
 
     def __call__(self, inputs: Tensor) -> Tensor:
         parts = inputs.split(self.most(len(inputs)))
@@ -64,3 +71,84 @@ class Run:
     def with_arguments(self, named: Mapping[str, Tensor]) -> Run:
         """The run with further arguments of one example."""
         return replace(self, named=named)
+
+
+@dataclass(frozen=True)
+class OneInput:
+    """One input ``(1, ...)`` of a model, and how the model is run on it."""
+
+    run: Run
+    inputs: Tensor
+
+    @property
+    def of(self) -> OneInput:
+        """What is computed: the input itself."""
+        return self
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is token ids ``(1, L)``."""
+        return not self.inputs.is_floating_point()
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What inputs that may be parts of one batch have in common."""
+        shape = () if self.run.is_causal and self.is_text else tuple(self.inputs.shape)
+        return self.is_text, shape, tuple(sorted(self.run.named))
+
+    def until(self, end: int) -> OneInput:
+        """The first ``end`` tokens of a text."""
+        named = {name: value[:, :end] for name, value in self.run.named.items()}
+        return OneInput(self.run.with_arguments(named), self.inputs[:, :end])
+
+
+def joined(several: Sequence[OneInput]) -> OneInput:
+    """Inputs of one group as one batch ``(B, ...)``: texts are padded at their ends."""
+    first = several[0]
+    if len(several) == 1:
+        return first
+    size = max(one.inputs.shape[1] for one in several)
+    inputs = torch.cat(
+        [nn.functional.pad(one.inputs, (0, size - one.inputs.shape[1])) for one in several]
+        if first.is_text
+        else [one.inputs for one in several]
+    )
+    named = {name: torch.cat([one.run.named[name] for one in several]) for name in first.run.named}
+    return OneInput(first.run.with_arguments(named), inputs)
+
+
+class Batched(Protocol):
+    """What is computed for one input, together with others of its group."""
+
+    @property
+    def of(self) -> OneInput: ...
+    @property
+    def group(self) -> tuple[Any, ...]: ...
+
+
+def batches(items: Sequence[Batched], most: int | None = None) -> list[list[int]]:
+    """The places of items that are computed together: those of one group.
+
+    Args:
+        items (sequence): in an order in which inputs of similar length are neighbors.
+        most (int, optional): how many items a batch may have; None for as many texts as have
+            :data:`TOKENS` together with their padding, or :data:`ARRAYS` other inputs.
+            Default: None
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for k, item in enumerate(items):
+        groups.setdefault(item.group, []).append(k)
+    found = []
+    for places in groups.values():
+        batch: list[int] = []
+        longest = 0
+        for k in places:
+            one = items[k].of
+            longest = max(longest, one.inputs.shape[1] if one.is_text else 1)
+            limit = (TOKENS // longest if one.is_text else ARRAYS) if most is None else most
+            if batch and len(batch) >= one.run.most(limit):
+                found.append(batch)
+                batch, longest = [], one.inputs.shape[1]
+            batch.append(k)
+        found.append(batch)
+    return found

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.arrays import Given, arranged
 from captum_ssm.explanation.make.forecasts import add_forecast
 from captum_ssm.explanation.make.labels import classes_of, configured, names_of
-from captum_ssm.explanation.make.questions import Questions, Setup, per_example, to_numpy
+from captum_ssm.explanation.make.observed import Look
+from captum_ssm.explanation.make.questions import Questions, Setup, Steps, per_example, to_numpy
+from captum_ssm.explanation.make.run import Run
 
 PLACEHOLDER = re.compile(r"LABEL_\d+")
 
@@ -37,15 +37,20 @@ class SeriesQuestion:
     against: Any
     labels: Sequence[str] | Mapping[int, str] | None
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return self.values.numel()
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The series, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
         values = self.values.to(next(setup.model.parameters()).device)
-        with torch.no_grad():
-            output = extract_logits(setup.model(values)).float()
+        seen = yield Look(Run(setup.model), values)
+        output = seen.scores.float()
         if output.shape[0] != 1 or output.dim() not in (2, 3):
             raise InputError(
                 f"the model returns an output of shape {tuple(output.shape)} for one series; "
@@ -54,7 +59,7 @@ class SeriesQuestion:
             )
         questions = self._asked(setup, output[0])
         questions.require_memory(values.numel())
-        relevance, deltas = questions.explained(values, self._kept)
+        relevance, deltas = yield from questions.explained(values, self._kept)
         return Example(
             self.name,
             tuple(questions.outputs),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +10,14 @@ import torch
 from torch import Tensor
 
 from captum_ssm.capture.check_inputs import check_inputs
-from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.answers import AskedAnswer, WholeAnswer
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.lens import Lens
-from captum_ssm.explanation.make.observed import FirstRun
-from captum_ssm.explanation.make.questions import Questions, Setup, TextSetup
+from captum_ssm.explanation.make.observed import FirstRun, Look
+from captum_ssm.explanation.make.questions import Questions, Setup, Steps, TextSetup
 from captum_ssm.explanation.make.reading import (
     TokenizedText,
     answer_text,
@@ -29,6 +27,7 @@ from captum_ssm.explanation.make.reading import (
     read,
     read_ids,
 )
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import require_known
 
@@ -44,6 +43,7 @@ class TextQuestion:
     position: int | Sequence[int] | str | None
     spans: Mapping[str, tuple[int, int]]
     asked: AskedAnswer
+    run: Run
     first: FirstRun | None = None
 
     @classmethod
@@ -68,13 +68,18 @@ class TextQuestion:
                 f"position is {position!r}, which explains tokens of the text, and span or hops "
                 "explain the continuation together; give one of them."
             )
-        question = cls(
-            tokenizer, text, target, against, position, asked.spans, asked.answer, task.first
-        )
+        how = position, asked.spans, asked.answer
+        run = task.run.with_arguments({})
+        question = cls(tokenizer, text, target, against, *how, run, task.first)
         _arranged(question)
         return question
 
-    def answer(self, setup: Setup) -> Example:
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.prompt.tokens) + (0 if self.target is None else len(self.target.tokens))
+
+    def answer(self, setup: Setup) -> Steps[Example]:
         """The text, explained.
 
         Raises:
@@ -83,21 +88,25 @@ class TextQuestion:
         texts = _arranged(self)
         ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
         check_inputs(ids, setup.model)
-        logits, layers = _run(setup, ids, texts.positions, self.first)
+        if setup.lens:
+            logits, layers = _layered(setup, ids, texts.positions)
+        else:
+            seen = yield Look(self.run, ids, texts.positions, self.first)
+            logits, layers = seen.scores[0].float(), []
         _require_ids("target", texts.target, logits.shape[-1])
         _require_ids("against", texts.against, logits.shape[-1])
         whole = texts.prompt
         if texts.follows_text:
             texts, whole = _followed(self, texts, int(logits[-1].argmax()))
         P = len(texts.prompt.tokens)
-        questions = Questions(setup, answer_text(self.tokenizer))
+        questions = Questions(setup, answer_text(self.tokenizer), self.run)
         thoughts = self.asked.thoughts(whole.tokens, P)
         if self.asked.span is None:
             _add(questions, self.tokenizer, texts, whole, logits, layers)
         if self.asked.is_asked:
             part = self.asked.part(whole.tokens, P, thoughts)
             questions.add_answer(WholeAnswer(self.asked, whole, P, part), logits)
-        example = explained_text(questions, ids, whole, P, self.spans)
+        example = yield from explained_text(questions, ids, whole, P, self.spans)
         return replace(example, reasoning=thoughts)
 
 
@@ -212,22 +221,13 @@ def _require_ids(name: str, text: TokenizedText | None, V: int) -> None:
         raise TargetError(f"{name} is {text.ids}; the model's ids are 0 .. {V - 1}.")
 
 
-def _run(
-    setup: Setup, ids: Tensor, positions: list[int], first: FirstRun | None
-) -> tuple[Tensor, list[Tensor]]:
+def _layered(setup: Setup, ids: Tensor, positions: list[int]) -> tuple[Tensor, list[Tensor]]:
     # The logits at the positions that are explained, and those after each layer.
-    lens = Lens(setup.model, positions)
-    named = {"use_cache": False} if "use_cache" in parameter_names(setup.model) else {}
-    kept = None if first is None else first.take(ids)
+    lens, run = Lens(setup.model, positions), Run(setup.model)
     with torch.no_grad():
-        if kept is None or setup.lens:
-            with lens.watching() if setup.lens else nullcontext():
-                output = setup.model(ids, **named)
-        else:
-            output = kept.output
-        logits = extract_logits(output)
-        logits = logits[0, positions].float()
-        layers = lens.layers(logits) if setup.lens else []
+        with lens.watching():
+            logits = run(ids)[0, positions].float()
+        layers = lens.layers(logits)
     if layers is None:
         setup.note("no lens: the model's final norm and head were not found")
     return logits, layers or []

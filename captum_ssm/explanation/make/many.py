@@ -1,0 +1,328 @@
+"""Many inputs explained in the same way: what :func:`explain` is built on, and data sets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation import Example, Explanation, Method
+from captum_ssm.explanation.make.answers import AskedAnswer
+from captum_ssm.explanation.make.arrays import given
+from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.generate import Generation, parse_generation
+from captum_ssm.explanation.make.images import image_questions
+from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
+from captum_ssm.explanation.make.kinds import Task, task_of
+from captum_ssm.explanation.make.messages import chat_questions, find_messages
+from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.pipelines import unpacked
+from captum_ssm.explanation.make.questions import TextSetup
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.rows import RowSource
+from captum_ssm.explanation.make.series import series_questions
+from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.make.together import Outcome, answered
+from captum_ssm.explanation.parts import SPAN
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.progress import showing
+
+PACKAGES = ("torch", "captum", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """One input, and what is asked about it: as :func:`captum_ssm.explain` takes a single one.
+
+    Args:
+        inputs (Any): a text, a pair of texts, token ids, an image, a series, or a conversation.
+        target, against (Any, optional): Default: None
+        span (str or tuple, optional): in place of that of the explainer. Default: None
+        units (str or dict, optional): in place of that of the explainer. Default: None
+        messages (bool, optional): whether the input is a conversation. Default: False
+    """
+
+    inputs: Any
+    target: Any = None
+    against: Any = None
+    span: Any = None
+    units: Any = None
+    messages: bool = False
+
+
+class Explainer:
+    """:func:`captum_ssm.explain` of many inputs, of which none keeps the others from it.
+
+    Args:
+        model, tokenizer (Any): as for :func:`captum_ssm.explain`.
+        **options: those of :func:`captum_ssm.explain`, without what is about single inputs.
+
+    Examples::
+
+        >>> from captum_ssm.explanation.make.many import Explainer, InputRow
+        >>> explainer = Explainer(model, tokenizer, methods="rollout")
+        >>> rows = [InputRow("w3 w4"), InputRow(""), InputRow("w5", target="w6")]
+        >>> one, bad, other = explainer(rows)
+        >>> one.relevance["rollout"].shape, type(bad).__name__, other.text
+        ((2, 3), 'InputError', 'w5 w6')
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_new_tokens: Any = None,
+        generation: Any = None,
+        methods: Any = ("mamba-lrp",),
+        validate: bool = False,
+        span: Any = None,
+        hops: Any = None,
+        reasoning: Any = None,
+        position: Any = None,
+        units: Any = "token",
+        alternatives: Any = 1,
+        maps: Any = False,
+        layers: Any = None,
+        lens: bool = False,
+        circuit: bool = False,
+        processor: Any = None,
+        labels: Any = None,
+        features: Any = None,
+        mean: Any = None,
+        std: Any = None,
+        title: str | None = None,
+        memory_limit: int | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        model, tokenizer, _, processor = unpacked(model, tokenizer, None, processor)
+        how = methods, alternatives, maps, layers, lens, memory_limit
+        self.setup = parse_setup(model, *how, tokenizer, validate, circuit)
+        self.processor, self.labels, self.features = processor, labels, features
+        self.mean, self.std, self.title = mean, std, title
+        self.max_new_tokens, self.generation = max_new_tokens, generation
+        self.units, self.reasoning, self.show_progress = units, reasoning, show_progress
+        self.asked = TextSetup(
+            tokenizer, position, parse_spans(units), AskedAnswer.of(span, hops, reasoning)
+        )
+        self._task: Task | None = None
+        self._takes_rows = False
+
+    def questions(
+        self,
+        inputs: Any,
+        tensors: Mapping[str, Any] | None = None,
+        messages: Any = None,
+        target: Any = None,
+        against: Any = None,
+    ) -> Sequence[Answerable]:
+        """What is asked about one or several inputs, as ``explain`` takes them.
+
+        Raises:
+            ValueError, TypeError: as for ``explain``.
+        """
+        writing = self._writing(target)
+        asked, setup, tensors = self.asked, self.setup, {} if tensors is None else tensors
+        messages = find_messages(messages, inputs, tensors, self.units)
+        texts, array = None, None
+        if messages is None:
+            tokenizer, texts, array = parse_inputs(asked.tokenizer, inputs, tensors)
+            asked = replace(asked, tokenizer=tokenizer)
+        if self.features is not None and (messages is not None or texts is not None):
+            raise TypeError("features names those of a series or a table, and the input is a text.")
+        tell = partial(self._tell, asked.tokenizer)
+        found: Sequence[Answerable]
+        if messages is not None:
+            is_written = writing is not None
+            found = chat_questions(setup, messages, target, against, tell, asked, is_written)
+        elif texts is not None:
+            found = text_questions(setup, texts, target, against, tell, asked)
+        else:
+            found = self._about_arrays(array, asked.tokenizer, target, against)
+        if asked.answer.is_asked:
+            _require_continued(found, setup.validate)
+        return found
+
+    def _writing(self, target: Any) -> Generation | None:
+        return parse_generation(self.max_new_tokens, self.generation, target, self.asked.position)
+
+    def _tell(self, tokenizer: Any, text: TokenizedText, is_one: bool) -> Task:
+        if self._task is None:
+            is_one = is_one and not self._takes_rows
+            self._task = task_of(self.setup.model, text, tokenizer, self.labels, is_one)
+        return self._task
+
+    def _about_arrays(
+        self, arrays: Any, tokenizer: Any, target: Any, against: Any
+    ) -> Sequence[Answerable]:
+        own = None if is_tokenizer(tokenizer) else tokenizer
+        processor = own if self.processor is None else self.processor
+        found = given(self.setup.model, arrays, processor, self.mean, self.std)
+        found = found.named(self.features)
+        if found.note:
+            self.setup.note(found.note)
+        ask = image_questions if found.kind in ("image", "video") else series_questions
+        return ask(found, target, against, self.labels)
+
+    def answer(self, questions: Sequence[Answerable], target: Any = None) -> list[Example]:
+        """The example of each question.
+
+        Raises:
+            ValueError, TypeError: as for ``explain``; of several inputs they say which.
+        """
+        found: dict[int, Example] = {}
+        for k, outcome in self._answered(questions, target):
+            if isinstance(outcome, Exception):
+                with numbered(k, len(questions)):
+                    raise outcome
+            found[k] = outcome
+        return [found[k] for k in range(len(questions))]
+
+    def _answered(
+        self, questions: Sequence[Answerable], target: Any
+    ) -> Iterator[tuple[int, Outcome]]:
+        with showing(None if self.show_progress else False):
+            yield from answered(self.setup, questions, self._writing(target))
+
+    @workspace()
+    def __call__(self, rows: Sequence[InputRow]) -> list[Outcome]:
+        """The example of each input, or its error.
+
+        Args:
+            rows (sequence of InputRow): the inputs.
+
+        Returns:
+            list: of :class:`~captum_ssm.explanation.Example` and exceptions, in the order of the
+            inputs.
+        """
+        self._takes_rows = True
+        asked: dict[int, Answerable] = {}
+        found: dict[int, Outcome] = {}
+        for k, row in enumerate(rows):
+            try:
+                asked[k] = self._about(row)
+            except Exception as error:  # whatever an input of any kind may raise
+                found[k] = error
+        for i, outcome in self._answered(list(asked.values()), None):
+            found[list(asked)[i]] = outcome
+        return [found[k] for k in range(len(rows))]
+
+    def _about(self, row: InputRow) -> Answerable:
+        of = self
+        if row.span is not None or row.units is not None:
+            of = copy(self)
+            of.units = self.units if row.units is None else row.units
+            answer = self.asked.answer
+            if row.span is not None:
+                answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning)
+            of.asked = replace(self.asked, spans=parse_spans(of.units), answer=answer)
+        inputs, messages = (None, row.inputs) if row.messages else (row.inputs, None)
+        found = of.questions(inputs, None, messages, row.target, row.against)
+        self._task = of._task
+        if len(found) != 1:
+            raise InputError(f"this holds {len(found)} inputs; expected one.")
+        return found[0]
+
+    def explanation(
+        self, examples: Iterable[Example], target: Any = None, against: Any = None
+    ) -> Explanation:
+        """The explanation that holds these examples, and how they were made."""
+        setup, asked, examples = self.setup, self.asked, tuple(examples)
+        first = next(setup.model.parameters())
+        settings = {
+            "target": target,
+            "against": against,
+            "position": asked.position,
+            "max_new_tokens": self.max_new_tokens,
+            "generation": self.generation,
+            "units": "span" if asked.spans else self.units,
+            "spans": asked.spans,
+            "span": asked.answer.span,
+            "hops": asked.answer.hops,
+            "reasoning": self.reasoning,
+            "alternatives": setup.alternatives,
+            "maps": setup.maps,
+            "layers": setup.layers,
+            "lens": setup.lens,
+            "circuit": setup.circuit,
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "device": str(first.device),
+            "notes": setup.notes,
+        }
+        name = _name(setup.model)
+        return Explanation(
+            _title(examples, name) if self.title is None else self.title,
+            name,
+            tuple(_method(name, source) for name, source in setup.methods.items()),
+            examples,
+            _plain(settings),
+            _versions(),
+        )
+
+
+def _require_continued(questions: Sequence[Answerable], validate: bool) -> None:
+    # Several tokens are explained together only where a text is continued.
+    if not all(isinstance(one, TextQuestion) for one in questions):
+        raise TypeError(
+            "span or hops is given, and the model does not continue texts: expected a language "
+            "model and a text."
+        )
+    if validate:
+        raise InputError(
+            "validate removes tokens for single outputs, and span or hops explains several "
+            "together; leave one of them out."
+        )
+
+
+def _method(name: str, source: RowSource) -> Method:
+    return Method(name, source.title, source.note, source.adds_up, _plain(source.options))
+
+
+def _plain(value: Any) -> Any:
+    # JSON gives the result back as it is.
+    if torch.is_tensor(value):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    index = as_index(value)
+    return str(value) if index is None else index
+
+
+def _name(model: nn.Module) -> str:
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    if not name:
+        return type(model).__name__
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def _title(examples: Sequence[Example], name: str) -> str:
+    is_one = len(examples) == 1 and len(examples[0].outputs) == 1
+    if is_one or (len(examples) == 1 and examples[0].outputs[0].role == SPAN):
+        output = examples[0].outputs[0]
+        return f"Why “{output.answers[output.chosen].text.strip()}”?"
+    return f"What {name} reads"
+
+
+def _versions() -> dict[str, str]:
+    own = import_module("captum_ssm").__version__
+    versions = {"captum_ssm": own, "python": sys.version.split()[0]}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -1,0 +1,84 @@
+"""Examples of many inputs: their questions take each step that needs the model together.
+
+A question is a generator of such steps. Questions about inputs of similar length go side by side:
+what all of them need next is computed in batches, and each goes on with its own part. Where a batch
+fails it is halved, so that an error is that of one input, and what does not fit the memory is tried
+with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.asked import Answerable
+from captum_ssm.explanation.make.generate import Generation, written
+from captum_ssm.explanation.make.questions import Setup, Steps
+from captum_ssm.utils.progress import Bar
+
+SIDE_BY_SIDE = 256  # questions, of which each keeps the scores that it is about
+
+Outcome = Example | Exception
+
+
+def answered(
+    setup: Setup, asked: Sequence[Answerable], writing: Generation | None
+) -> Iterator[tuple[int, Outcome]]:
+    """The example of each question by its place, or the error of its input; shorter inputs first.
+
+    Args:
+        setup (Setup): how inputs are explained.
+        asked (sequence): a question about each input.
+        writing (Generation, optional): how the model writes the answers that are explained.
+    """
+    order = sorted(range(len(asked)), key=lambda k: asked[k].size)
+    with Bar("examples", len(asked)) as bar:
+        for start in range(0, len(order), SIDE_BY_SIDE):
+            places = order[start : start + SIDE_BY_SIDE]
+            steps = [_example(setup, asked[k], writing) for k in places]
+            yield from zip(places, _side_by_side(steps), strict=True)
+            bar.advance(len(places))
+
+
+def _example(setup: Setup, question: Any, writing: Generation | None) -> Steps[Example]:
+    question = written(question, setup.model, writing)
+    return (yield from question.answer(setup))
+
+
+def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
+    ended: dict[int, Outcome] = {}
+    needed: dict[int, Any] = {}  # by question: its next step
+
+    def go_on(k: int, result: Any = None) -> None:
+        # A generator is begun by sending nothing; an error is its own to raise.
+        resume = questions[k].throw if isinstance(result, Exception) else questions[k].send
+        try:
+            needed[k] = resume(result)
+        except StopIteration as end:
+            ended[k] = end.value
+        except Exception as error:
+            ended[k] = error
+
+    for k in range(len(questions)):
+        go_on(k)
+    while needed:
+        kind = type(next(iter(needed.values())))
+        steps = {k: step for k, step in needed.items() if type(step) is kind}
+        for k in steps:
+            del needed[k]
+        for k, result in zip(steps, _each(kind, list(steps.values())), strict=True):
+            go_on(k, result)
+    return [ended[k] for k in range(len(questions))]
+
+
+def _each(kind: Any, steps: list[Any]) -> list[Any]:
+    # What each step needs, or its error.
+    try:
+        results: list[Any] = kind.together(steps)
+        return results
+    except Exception as error:
+        if len(steps) == 1:
+            return [error]
+    middle = len(steps) // 2
+    return _each(kind, steps[:middle]) + _each(kind, steps[middle:])
