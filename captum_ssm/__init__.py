@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from captum_ssm.explanation import Explanation
     from captum_ssm.explanation.make import explain
     from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution, continuation_relevance
+    from captum_ssm.explanation.make.dataset import ExplainBatches, explain_dataset
     from captum_ssm.explanation.make.trace import Trace, trace, trace_rows
     from captum_ssm.inspection.cost import Estimate, estimate
     from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Area",
     "Estimate",
+    "ExplainBatches",
     "Explanation",
     "FrozenMixer",
     "InputError",
@@ -78,6 +80,7 @@ __all__ = [
     "effective_receptive_field",
     "estimate",
     "explain",
+    "explain_dataset",
     "hidden_attention",
     "register_mixer",
     "register_scan",
@@ -90,6 +93,7 @@ __all__ = [
 # The module of each name; those of the attribution methods are in attr.
 _MODULES = {
     **dict.fromkeys(("Estimate", "estimate"), "inspection.cost"),
+    **dict.fromkeys(("ExplainBatches", "explain_dataset"), "explanation.make.dataset"),
     **dict.fromkeys(("InputError", "ReconstructionError"), "errors"),
     **dict.fromkeys(("TargetError", "UnsupportedModelError"), "errors"),
     **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.trace"),

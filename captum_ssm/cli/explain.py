@@ -49,7 +49,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     inputs = "--text TEXT | --ids IDS | --input FILE | --messages FILE | --image FILE"
     parser.usage = f"{parser.prog} MODEL ({inputs}) [options]"
     _add_inputs(parser)
-    _add_answers(parser)
+    add_methods(parser)
+    add_answers(parser)
     _add_results(parser)
     add_loading(parser)
     add_options(parser)
@@ -80,6 +81,10 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--image", type=Path, metavar="FILE", help="A picture, for a model that reads images."
     )
+
+
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say by which methods, and whether these are checked."""
     parser.add_argument(
         "--methods",
         "--method",
@@ -98,7 +103,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_answers(parser: argparse.ArgumentParser) -> None:
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what is asked of a text."""
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
         "--target",
@@ -148,14 +154,8 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--units",
-        choices=UNITS,
-        default="token",
-        metavar="UNIT",
-        help=f"What is shown: relevance is summed over it, {listed(UNITS, 'or')}. Default: token",
-    )
+def add_kept(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what is kept in addition to the rows of what is asked."""
     parser.add_argument(
         "--alternatives",
         type=int,
@@ -173,6 +173,17 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lens", action="store_true", help="Keep the answers after each layer, for the page."
     )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--units",
+        choices=UNITS,
+        default="token",
+        metavar="UNIT",
+        help=f"What is shown: relevance is summed over it, {listed(UNITS, 'or')}. Default: token",
+    )
+    add_kept(parser)
     parser.add_argument("--title", help="A heading for the page.")
     parser.add_argument(
         "--output",
@@ -256,18 +267,7 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
 
 def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     lines: list[int] = []
-    asked: dict[str, Any] = {
-        "target": numbers(args.target_ids, "--target-ids") or args.target,
-        "against": args.against,
-        "position": _position(args.position),
-        "lens": args.lens,
-        "max_new_tokens": args.max_new_tokens,
-        "span": _span(args.span),
-        "hops": args.hops,
-        "reasoning": args.reasoning,
-    }
-    if args.maps is not None:
-        asked["maps"] = args.maps or True
+    asked = asked_of_texts(args)
     if args.ids is not None:
         asked["inputs"] = [numbers(args.ids, "--ids")]
     elif args.input is not None:
@@ -289,6 +289,21 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
     return asked, lines
 
 
+def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of explain that :func:`add_answers` and :func:`add_kept` are for."""
+    return {
+        "target": numbers(args.target_ids, "--target-ids") or args.target,
+        "against": args.against,
+        "position": _position(args.position),
+        "lens": args.lens,
+        "max_new_tokens": args.max_new_tokens,
+        "span": _span(args.span),
+        "hops": args.hops,
+        "reasoning": args.reasoning,
+        "maps": False if args.maps is None else args.maps or True,
+    }
+
+
 def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
     of_texts = ("target_ids", "max_new_tokens", "span", "hops", "reasoning", "position")
     for name in (*of_texts, "maps", "lens", "units"):
@@ -297,13 +312,18 @@ def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
                 f"{flag(name)} was given, which is for texts, and --image is "
                 f"{args.image}; remove one of them."
             )
-    return {"target": _class(args.target), "against": _class(args.against)}
+    return {"target": class_of(args.target), "against": class_of(args.against)}
 
 
-def _class(given: Any) -> Any:
-    # A class by its number, or by its name.
+def is_classifier(model: Any) -> bool:
+    """Whether targets are classes."""
+    return type(model).__name__.endswith("Classification")
+
+
+def class_of(given: Any) -> Any:
+    """A class by its number, where a text is one, or by its name."""
     if isinstance(given, list):
-        return [_class(one) for one in given]
+        return [class_of(one) for one in given]
     return int(given) if isinstance(given, str) and given.isdecimal() else given
 
 
@@ -329,8 +349,8 @@ def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
     model = load_model(args, images=False)
     tokenizer = load_tokenizer(args.model) if args.ids is None else None
     for name in ("target", "against"):
-        if type(model).__name__.endswith("Classification"):
-            asked[name] = _class(asked[name])
+        if is_classifier(model):
+            asked[name] = class_of(asked[name])
         elif args.ids is not None and isinstance(asked[name], str):
             asked[name] = numbers(asked[name], f"--{name}")
     return explain(model, tokenizer, **asked)

@@ -12,6 +12,7 @@ from captum_ssm.utils.suggestions import closest
 
 COMMANDS = {
     "explain": "Show which tokens, or parts of an image, support or oppose a prediction.",
+    "run": "Explain every row of a data set into a folder, and go on where a run has ended.",
     "circuit": "Show which token reads which other one, in which layer, for a prediction.",
     "supported": "Report which methods explain a model, and how exactly.",
     "compare": "Show the difference of two saved explanations, or of two methods.",
@@ -44,7 +45,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
             module = import_module(f"captum_ssm.cli.{name}")
             module.add(command)
             command.set_defaults(run=module.run)
-    if "--model" in given[1:-1]:  # the form of earlier versions
+    if "--model" in given[1:-1] and given[0] != "run":  # the form of earlier versions
         i = list(given).index("--model")
         given = [given[0], given[i + 1], *given[1:i], *given[i + 2 :]]
     return parser.parse_args(given)

@@ -1,5 +1,6 @@
 """Explanations as data: kept, opened again, compared and shown without the model."""
 
+from captum_ssm.explanation.corpus import ExplainedDataset, RowError, open_dataset
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.parts import (
     Answer,
@@ -18,13 +19,16 @@ __all__ = [
     "Answer",
     "Contrast",
     "Example",
+    "ExplainedDataset",
     "Explanation",
     "Maps",
     "Mean",
     "Method",
     "Output",
+    "RowError",
     "Span",
     "Summary",
     "Token",
     "Validation",
+    "open_dataset",
 ]

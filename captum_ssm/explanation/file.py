@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,22 @@ def save(explanation: ExplanationData, path: str | Path) -> None:
         for m, maps in enumerate(example.maps)
         for layer, values in maps.layers.items()
     }
-    held = {"format": f"{FORMAT}/{VERSION}"} | _plain(explanation)
-    try:
-        text = json.dumps(held, allow_nan=False, separators=(",", ":"))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"the explanation cannot be written as JSON: {error}.") from error
+    text = encoded({"format": f"{FORMAT}/{VERSION}"} | vars(explanation))
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
     if tensors:
         save_file(tensors, path.with_suffix(".safetensors"))
+
+
+def encoded(held: Any) -> str:
+    """What an explanation holds, or parts of it, as JSON; maps are the names of their layers.
+
+    Raises:
+        ValueError: for numbers that are not finite, and what JSON cannot hold.
+    """
+    try:
+        return _ENCODER.encode(held)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the explanation cannot be written as JSON: {error}.") from error
 
 
 def check_place(path: str | Path) -> Path:
@@ -132,22 +140,24 @@ def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    # What JSON can hold.
-    if isinstance(value, Maps):
-        return {"name": value.name, "unit": value.unit, "layers": list(value.layers)}
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-        data = base64.b64encode(zlib.compress(value.tobytes(), 9)).decode("ascii")
-        return {"shape": list(value.shape), "zlib": data}
-    if isinstance(value, np.ndarray):
-        return _numbers(value.tolist())
-    return value
+class _Encoder(json.JSONEncoder):
+    # What an explanation holds in addition to JSON's own types.
+    def default(self, value: Any) -> Any:
+        if isinstance(value, Maps):
+            return {"name": value.name, "unit": value.unit, "layers": list(value.layers)}
+        if is_dataclass(value):
+            return vars(value)
+        if isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+            data = base64.b64encode(zlib.compress(value.tobytes(), 9)).decode("ascii")
+            return {"shape": list(value.shape), "zlib": data}
+        if isinstance(value, np.ndarray):
+            return _numbers(value.tolist())
+        return super().default(value)
+
+
+_ENCODER = _Encoder(allow_nan=False, separators=(",", ":"))
 
 
 def _numbers(values: Any) -> Any:

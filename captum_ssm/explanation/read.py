@@ -12,6 +12,7 @@ import reprlib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -55,7 +56,7 @@ def read(kind: Any, value: Any, place: str) -> Any:
         return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
     if is_dataclass(kind):
         _require_fields(kind, value, place)
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         make: Any = kind
         return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in value})
     if kind is np.ndarray:
@@ -64,6 +65,9 @@ def read(kind: Any, value: Any, place: str) -> Any:
     is_one = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
     _require(is_one, place, value, f"a value of type {kind.__name__}")
     return value
+
+
+_hints = cache(get_type_hints)
 
 
 def _array(value: Any, place: str) -> np.ndarray:

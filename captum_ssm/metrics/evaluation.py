@@ -76,7 +76,7 @@ def evaluate(
     batches = list(enumerate(torch.arange(count).split(batch_size)))
     scored = {}
     for number, batch in batches[rank::processes]:
-        with _seeded(seed + number):
+        with seeded(seed + number):
             scores = function(*(_part(s, batch.tolist()) for s in samples))
         scored[number] = _map(partial(_checked, rows=len(batch)), scores)
     if processes > 1:
@@ -93,7 +93,8 @@ def _part(samples: Any, batch: list[int]) -> Any:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """PyTorch's generators begin at ``seed``; the caller's random state is restored afterwards."""
     # torch.manual_seed seeds every GPU; before CUDA is initialized it would queue a call for them.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
     with torch.random.fork_rng(devices=gpus):

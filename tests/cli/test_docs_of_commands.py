@@ -19,6 +19,7 @@ COMMANDS = [block.replace("\\\n", "") for block in BLOCKS]
 def test_the_page_has_commands_of_each_kind():
     assert {command.split()[0] for command in COMMANDS} == {
         "explain",
+        "run",
         "circuit",
         "supported",
         "compare",

@@ -39,6 +39,7 @@ NAMES = (
     *("InputError", "MemoryLimitError", "ReconstructionError", "RelevanceFlow", "TargetError"),
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
     *("Area", "ReceptiveField", "effective_receptive_field", "Explanation", "explain"),
+    *("ExplainBatches", "explain_dataset"),
     *("Trace", "continuation_relevance", "trace", "trace_rows"),
 )
 

@@ -1,0 +1,154 @@
+"""Explain every row of a data set into a folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from captum_ssm.cli.explain import (
+    add_answers,
+    add_kept,
+    add_methods,
+    asked_of_texts,
+    class_of,
+    is_classifier,
+)
+from captum_ssm.cli.loading import (
+    MODEL,
+    add_loading,
+    check_device,
+    found_model,
+    load_model,
+    load_tokenizer,
+    quiet,
+)
+from captum_ssm.cli.options import add_options, options_of
+from captum_ssm.cli.parser import listed
+from captum_ssm.explanation import ExplainedDataset
+from captum_ssm.explanation.make.dataset import explain_dataset
+from captum_ssm.explanation.make.dataset.rows import ROLES
+from captum_ssm.explanation.make.dataset.sources import FILES
+from captum_ssm.explanation.make.methods import ALL
+
+SHOWN = 3  # rows that failed, in the closing lines
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.usage = f"{parser.prog} DATASET --model MODEL --output FOLDER [options]"
+    parser.add_argument(
+        "dataset",
+        metavar="DATASET",
+        help=f"A file that ends in {listed(FILES, 'or')} (one text per line), a folder that "
+        "save_to_disk of the package datasets wrote, or a hub name.",
+    )
+    parser.add_argument("--model", required=True, help=MODEL)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="Where the explanations are written. The same command goes on where it was ended.",
+    )
+    parser.add_argument(
+        "--split", default="train", help="The part of a hub's data set. Default: train"
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        default=(),
+        metavar="ROLE=COLUMN",
+        help="Which column is what, such as text=review target=label.",
+    )
+    parser.add_argument(
+        "--rows-per-shard",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="How many rows are kept in memory and written at once. Default: 1000",
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("record", "raise"),
+        default="record",
+        metavar="WAY",
+        help="What a row that fails does: record, or raise, which ends the command. "
+        "Default: record",
+    )
+    add_methods(parser)
+    add_answers(parser)
+    add_kept(parser)
+    add_loading(parser)
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Explain, write, and say how many."""
+    chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
+    options = options_of(args, chosen)
+    columns = _columns(args.columns)
+    args.model = found_model(args.model)
+    if args.device == "cuda":  # of several processes each has its own
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    check_device(args.device)
+    asked = asked_of_texts(args)
+    with quiet():
+        dataset = _dataset(args.dataset, args.split)
+        model = load_model(args, images=False)
+        if is_classifier(model):
+            asked |= {name: class_of(asked[name]) for name in ("target", "against")}
+        found = explain_dataset(
+            model,
+            load_tokenizer(args.model),
+            dataset,
+            args.output,
+            columns=columns,
+            rows_per_shard=args.rows_per_shard,
+            on_error=args.on_error,
+            methods=ALL if ALL in chosen else options,
+            alternatives=args.alternatives,
+            validate=args.validate,
+            labels=args.labels,
+            **asked,
+        )
+    _close(found)
+
+
+def _columns(given: list[str]) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given]
+    for role, equals, column in pairs:
+        if not role or not equals or not column:
+            raise ValueError(
+                f"--columns is {' '.join(given)}; expected ROLE=COLUMN, such as text=review; a "
+                f"role is {listed(ROLES, 'or')}."
+            )
+    return {role: column for role, _, column in pairs}
+
+
+def _dataset(name: str, split: str) -> Any:
+    path = Path(name)
+    if path.suffix in FILES or path.is_file():
+        return path
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"DATASET is {name!r}, which is not a file that ends in {listed(FILES, 'or')}; other "
+            "ones need the package datasets: pip install captum-ssm[data]"
+        ) from error
+    if path.is_dir():
+        return datasets.load_from_disk(name)
+    return datasets.load_dataset(name, split=split)
+
+
+def _close(found: ExplainedDataset) -> None:
+    failed = found.errors
+    for index in list(failed)[:SHOWN]:
+        print(f"row {index}: {failed[index].splitlines()[0]}")
+    if len(failed) > SHOWN:
+        print(f"... and {len(failed) - SHOWN:,} more rows that failed")
+    so_far = "" if found.is_complete else " so far"
+    count = len(found) - len(failed)
+    print(f"explained {count:,} rows{so_far}, {len(failed):,} failed, in {found.folder}")

@@ -1,0 +1,195 @@
+"""Shards: examples as the rows of a Parquet file, and back.
+
+A row has the columns that people look at, and ``details``, JSON of the rest of the example, so that
+an example comes back as it was. Relevance is ``(R, L)``, a list of R rows; rows of images, videos
+and series are flattened, and ``shape`` is that of one row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from errno import EIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from captum_ssm.explanation.corpus.arrow import arrow
+from captum_ssm.explanation.corpus.writing import replacing
+from captum_ssm.explanation.file import encoded
+from captum_ssm.explanation.parts import LABEL, NEXT, Example, Maps, Output
+from captum_ssm.explanation.read import example as read_example
+
+ARROW_TYPES = {"bool": "bool_", "int64": "int64", "float64": "float64", "string": "string"}
+OWN = "row."
+_REST = ("relevance", "deltas")
+
+
+class Shard(NamedTuple):
+    """What a shard holds.
+
+    Args:
+        records (list of dict): its rows.
+        maps (dict): of rows that have some, by their indices.
+        notes (list of str): what could not be done.
+    """
+
+    records: list[dict[str, Any]]
+    maps: dict[int, Sequence[Maps]]
+    notes: list[str]
+
+
+def schema_of(methods: Sequence[str], columns: Mapping[str, str]) -> Any:
+    """The columns of a shard.
+
+    Args:
+        methods (sequence of str): their names.
+        columns (dict): the data set's own scalar columns, by name: ``"bool"``, ``"int64"``,
+            ``"float64"`` or ``"string"``.
+
+    Returns:
+        pyarrow.Schema
+    """
+    pa = arrow()
+    row = pa.list_(pa.float32())
+    return pa.schema(
+        [
+            ("index", pa.int64()),
+            ("error", pa.string()),
+            ("name", pa.string()),
+            ("text", pa.string()),
+            ("tokens", pa.list_(pa.string())),
+            ("ids", pa.list_(pa.int32())),
+            ("prompt", pa.int32()),
+            ("target", pa.string()),
+            ("prediction", pa.string()),
+            ("probability", pa.float64()),
+            ("shape", pa.list_(pa.int32())),
+            *((f"relevance.{name}", pa.list_(row)) for name in methods),
+            *((f"delta.{name}", row) for name in methods),
+            *((OWN + name, getattr(pa, ARROW_TYPES[kind])()) for name, kind in columns.items()),
+            ("details", pa.string()),
+        ]
+    )
+
+
+def record(example: Example, title: str) -> dict[str, Any]:
+    """An example as a row, without its index.
+
+    Raises:
+        ValueError: for numbers that are not finite.
+    """
+    rest = {name: value for name, value in vars(example).items() if name not in _REST}
+    for values in (*example.relevance.values(), *example.deltas.values()):
+        if not np.isfinite(values).all():
+            raise ValueError(
+                "its relevance is not finite; run the model in a wider dtype, such as float32."
+            )
+    shapes = [list(values.shape[1:]) for values in example.relevance.values()]
+    return {
+        "name": example.name,
+        "text": example.text,
+        "tokens": [token.text for token in example.tokens],
+        "ids": [token.id for token in example.tokens],
+        "prompt": example.prompt,
+        **_answers(example.outputs),
+        "shape": shapes[0],
+        **{f"relevance.{m}": _rows(values) for m, values in example.relevance.items()},
+        **{f"delta.{m}": values for m, values in example.deltas.items()},
+        "details": encoded({"title": title} | rest),
+    }
+
+
+def _rows(values: np.ndarray) -> list[np.ndarray]:
+    return list(values.reshape(len(values), -1))
+
+
+def _answers(outputs: Sequence[Output]) -> dict[str, Any]:
+    # Tokens that follow one another are joined; labels of tokens are words of their own.
+    by_role = {role: [one for one in outputs if one.role == role] for role in (NEXT, LABEL)}
+    asked = by_role[NEXT] or by_role[LABEL] or outputs[:1]
+    space = " " if asked[0].role == LABEL else ""
+    chosen = [one.answers[one.chosen] for one in asked]
+    likely = [min(one.answers, key=lambda answer: answer.rank) for one in asked]
+    shares = [answer.probability for answer in chosen]
+    return {
+        "target": space.join(answer.text for answer in chosen),
+        "prediction": space.join(answer.text for answer in likely),
+        "probability": None if None in shares else float(np.prod(shares, dtype=float)),
+    }
+
+
+def example_of(row: Mapping[str, Any], map_of: Callable[[str], np.ndarray]) -> tuple[str, Example]:
+    """The title and the example of a row that has one.
+
+    Args:
+        row (dict): of Arrow scalars, by the names of columns.
+        map_of (Callable): a map of its shard, by its name ``index/maps/layer``.
+    """
+    held = json.loads(row["details"].as_py())
+    title = held.pop("title")
+    shape = row["shape"].as_py()
+    for kind, name in (("relevance.", "relevance"), ("delta.", "deltas")):
+        methods = (key for key in row if key.startswith(kind) and row[key].is_valid)
+        held[name] = {key.removeprefix(kind): _array(row[key]) for key in methods}
+    held["relevance"] = {m: x.reshape(-1, *shape) for m, x in held["relevance"].items()}
+    index = row["index"].as_py()
+    for m, one in enumerate(held["maps"]):
+        one["layers"] = {layer: map_of(f"{index}/{m}/{layer}") for layer in one["layers"]}
+    return title, read_example(held, list(held["relevance"]), f"row {index}")
+
+
+def _array(scalar: Any) -> np.ndarray:
+    values = scalar.values
+    while arrow().types.is_list(values.type):
+        values = values.flatten()
+    found: np.ndarray = values.to_numpy(zero_copy_only=False).copy()
+    return found
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The Parquet file of a shard; maps lie next to it, under the ending ``.safetensors``."""
+    return folder / f"part-{number:05d}.parquet"
+
+
+def shard_paths(folder: Path) -> dict[int, Path]:
+    """The shards of a folder that are finished, by their numbers, in order."""
+    found = {path.stem.removeprefix("part-"): path for path in folder.glob("part-*.parquet")}
+    return {int(n): found[n] for n in sorted(found, key=int) if n.isdecimal()}
+
+
+def write_shard(path: Path, number: int, schema: Any, shard: Shard) -> None:
+    """Write the maps of a shard, and then its rows: what a Parquet file lies for is finished.
+
+    Args:
+        path (Path): of its Parquet file.
+        number (int): of the shard, which owns its files.
+        schema (pyarrow.Schema): as :func:`schema_of` makes it.
+        shard (Shard): what is written.
+
+    Raises:
+        OSError: where a file cannot be written; says what to do.
+    """
+    tensors = {
+        f"{index}/{m}/{layer}": np.ascontiguousarray(values)
+        for index, kinds in shard.maps.items()
+        for m, one in enumerate(kinds)
+        for layer, values in one.layers.items()
+    }
+    if tensors:
+        with replacing(path.with_suffix(".safetensors"), number) as temporary:
+            try:
+                save_file(tensors, temporary)
+            except SafetensorError as error:  # which is how it tells of a full disk
+                raise OSError(EIO, str(error)) from error
+    with replacing(path, number) as temporary:
+        arrow().parquet.write_table(table_of(schema, shard), temporary, compression="zstd")
+
+
+def table_of(schema: Any, shard: Shard) -> Any:
+    """The rows of a shard, a ``pyarrow.Table``."""
+    noted = schema.with_metadata({"notes": json.dumps(shard.notes)})
+    return arrow().Table.from_pylist(shard.records, schema=noted)

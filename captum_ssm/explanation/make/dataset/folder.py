@@ -1,0 +1,121 @@
+"""The folder of an explained data set, filled shard by shard."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.corpus.manifest import (
+    NAME,
+    changed_versions,
+    check_same,
+    read_manifest,
+    write_manifest,
+)
+from captum_ssm.explanation.corpus.shards import schema_of, shard_path, shard_paths, write_shard
+from captum_ssm.explanation.corpus.writing import remove_temporary
+from captum_ssm.explanation.make.dataset.shard import ShardMaker
+from captum_ssm.explanation.make.dataset.sources import Source
+from captum_ssm.utils.progress import Bar
+
+
+def made_folder(output: Any) -> Path:
+    """The folder that is written into, made where it does not exist.
+
+    Raises:
+        InputError: for a file, and for a folder with shards that are not explained data.
+        TypeError: for what is not a path.
+    """
+    if not isinstance(output, (str, Path)):
+        raise TypeError(f"output is {output!r}; expected the path of a folder.")
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"output is {str(folder)!r}, which is a file; expected a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if shard_paths(folder) and not (folder / NAME).exists():
+        raise InputError(
+            f"output is {str(folder)!r}, which holds files named part-*.parquet and no {NAME}; "
+            "name another folder."
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class ShardRun:
+    """The shards of one of several processes.
+
+    Args:
+        folder (Path): where they are written.
+        source (Source): the rows.
+        manifest (dict): what is asked for.
+        maker (ShardMaker): explains the rows of a shard.
+        process, processes (int): process k of n explains the shards that are k modulo n.
+    """
+
+    folder: Path
+    source: Source
+    manifest: Mapping[str, Any]
+    maker: ShardMaker
+    process: int
+    processes: int
+
+    def start(self) -> None:
+        """Explain what is not there yet.
+
+        Raises:
+            InputError: where the folder holds a run of something else.
+            OSError: where a file cannot be written.
+        """
+        self._begin()
+        rows = self._length()
+        size, done = self.manifest["rows_per_shard"], shard_paths(self.folder)
+        schema = schema_of([m["name"] for m in self.manifest["methods"]], self.manifest["columns"])
+        with Bar("rows", rows or 0) as bar:
+            for number in count(self.process, self.processes):
+                start = number * size
+                if rows is not None and start >= rows:
+                    return
+                if number not in done and not self._explain(number, start, schema):
+                    break
+                if rows is not None:
+                    bar.advance(min(size, rows - start))
+        self._end()
+
+    def _begin(self) -> None:
+        remove_temporary(self.folder, self.process, self.processes)
+        if not (self.folder / NAME).exists():
+            write_manifest(self.folder, self.manifest, self.process)
+            return
+        before = read_manifest(self.folder)
+        check_same(self.folder, before, self.manifest)
+        changed = changed_versions(before, self.manifest)
+        if changed:
+            warnings.warn(
+                f"{self.folder} was begun with other versions: {', '.join(changed)}. Shards that "
+                "follow may differ in their last bits.",
+                stacklevel=4,
+            )
+
+    def _length(self) -> int | None:
+        # Of rows that are read from the first to the last, an earlier run may have told.
+        known: int | None = read_manifest(self.folder)["rows"]
+        return known
+
+    def _explain(self, number: int, start: int, schema: Any) -> bool:
+        # False where there are no such rows.
+        rows = self.source.read(start, start + self.manifest["rows_per_shard"])
+        if not rows:
+            return False
+        found = self.maker(number, range(start, start + len(rows)), rows)
+        write_shard(shard_path(self.folder, number), number, schema, found)
+        return True
+
+    def _end(self) -> None:
+        if self.source.position is not None:
+            told = {**self.manifest, "rows": self.source.position()}
+            write_manifest(self.folder, told, self.process)

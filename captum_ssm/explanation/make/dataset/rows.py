@@ -1,0 +1,223 @@
+"""What the model reads in a row of a data set, and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.dataset.own import present
+from captum_ssm.explanation.make.many import Row
+from captum_ssm.utils.suggestions import did_you_mean
+
+# The columns in which inputs are looked for, first ones first, by what they hold.
+PAIRS = (("question", "context"), ("text", "text_pair"), ("input_ids", "attention_mask"))
+INPUTS = {
+    "messages": ("messages", "conversation", "conversations"),
+    "text": ("text", "prompt", "question", "sentence", "document", "content", "input"),
+    "input_ids": ("input_ids", "ids"),
+    "image": ("image", "img", "video", "pixel_values"),
+    "series": ("series", "values"),
+}
+ASKED = ("target", "against", "span", "units")
+ROLES = (*INPUTS, "question", "context", "text_pair", "attention_mask", *ASKED)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column of a data set is what.
+
+    Args:
+        inputs (dict): the columns that the model reads, by their role; empty where a row is itself
+            what the model reads.
+        asked (dict): the columns of what is asked, by role.
+        shared (dict): what is asked of every row that does not ask for itself.
+    """
+
+    inputs: Mapping[str, str]
+    asked: Mapping[str, str]
+    shared: Mapping[str, Any]
+
+    @classmethod
+    def find(
+        cls, names: Sequence[str] | None, given: Mapping[str, str], shared: Mapping[str, Any]
+    ) -> Columns:
+        """The columns of a data set of these names; ``names`` is None where rows have none.
+
+        Raises:
+            InputError: for a role or a column that there is not, and where no column holds inputs.
+        """
+        _check(names, given)
+        if names is None:
+            return cls({}, {}, shared)
+        asked = {role: role for role in ASKED if role in names}
+        asked |= {role: column for role, column in given.items() if role in ASKED}
+        inputs = {role: column for role, column in given.items() if role not in ASKED}
+        return cls(inputs or _inputs(names), asked, shared)
+
+    def row(self, given: Any) -> Row:
+        """What is explained of a row.
+
+        Raises:
+            InputError: for an input that is empty, missing or not finite.
+            TypeError: for one of another type.
+        """
+        if not self.inputs:
+            return _row_of(given, dict(self.shared))
+        if not isinstance(given, Mapping):
+            raise TypeError(f"the row is a {type(given).__name__}; expected one with columns.")
+        asked = {role: present(given.get(column)) for role, column in self.asked.items()}
+        asked = {**self.shared, **{k: value for k, value in asked.items() if value is not None}}
+        if isinstance(asked.get("span"), list):
+            asked["span"] = tuple(asked["span"])
+        read = {
+            role: _READ.get(role, _text)(_value(given, column), column)
+            for role, column in self.inputs.items()
+        }
+        if "messages" in read:
+            return Row(read["messages"], **asked, messages=True)
+        if "attention_mask" in read:
+            pairs = zip(read["input_ids"], read["attention_mask"], strict=True)
+            return Row([token for token, mark in pairs if mark], **asked)
+        return Row(read if len(read) > 1 else next(iter(read.values())), **asked)
+
+    def keeps(self, column: str) -> bool:
+        """Whether a column is kept with the explanation: all but what the model reads."""
+        return column not in self.inputs.values()
+
+
+def _check(names: Sequence[str] | None, given: Mapping[str, str]) -> None:
+    if given and names is None:
+        raise InputError(
+            f"columns is {dict(given)!r}, and the rows of the data set are inputs without "
+            "columns; leave it out."
+        )
+    for role, column in given.items():
+        if role not in ROLES:
+            raise InputError(
+                f"columns names {role!r}; expected {', '.join(ROLES)}, each with the name of a "
+                f"column.{did_you_mean(role, ROLES)}"
+            )
+        if column not in (names or ()):
+            raise InputError(
+                f"columns says that {role} is {column!r}; the data set has the columns "
+                f"{', '.join(names or ())}.{did_you_mean(column, names or ())}"
+            )
+
+
+def _inputs(names: Sequence[str]) -> dict[str, str]:
+    for pair in PAIRS:
+        if {*pair} <= {*names}:
+            return {role: role for role in pair}
+    for role, candidates in INPUTS.items():
+        for column in candidates:
+            if column in names:
+                return {role: column}
+    if len(names) == 1:
+        return {"text": names[0]}
+    raise InputError(
+        f"the data set has the columns {', '.join(names) or '(none)'}; expected one that is named "
+        "text, prompt, messages, image, series or input_ids. Say which one it is: "
+        f"columns={{'text': {next(iter(names), 'review')!r}}}."
+    )
+
+
+def _value(given: Mapping[str, Any], column: str) -> Any:
+    if column not in given:
+        raise InputError(f"the row has no {column!r}.")
+    return given[column]
+
+
+def _row_of(given: Any, asked: dict[str, Any]) -> Row:
+    # A row that is itself what the model reads.
+    first = given[0] if isinstance(given, (list, tuple)) and given else None
+    if isinstance(first, Mapping):
+        return Row(_conversation(given, "the row"), **asked, messages=True)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(first, str):
+        texts = {role: _text(one, role) for role, one in zip(PAIRS[1], given, strict=True)}
+        return Row(texts, **asked)
+    is_ids = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
+    if is_ids and all(isinstance(one, (int, np.integer)) for one in given):
+        return Row(list(given), **asked)
+    if isinstance(given, (list, tuple)):
+        return Row(_series(given, "the row"), **asked)
+    is_input = hasattr(given, "__array__") or hasattr(given, "__fspath__")
+    if isinstance(given, str) or not is_input:
+        return Row(_text(given, "the row"), **asked)
+    return Row(_finite(given, "the row"), **asked)
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{column} is {_short(value)}; expected a text.")
+    if not value.strip():
+        raise InputError(f"{column} is {value!r}, which is empty; expected a text.")
+    return value
+
+
+def _conversation(value: Any, column: str) -> list[Any]:
+    found = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
+    if not found or not all(isinstance(one, Mapping) for one in found):
+        raise TypeError(f"{column} is {_short(value)}; expected a list of messages, at least one.")
+    return found
+
+
+def _ids(value: Any, column: str) -> list[int]:
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(found, (list, tuple)) or not found:
+        raise TypeError(f"{column} is {_short(value)}; expected a list of integers.")
+    return list(found)
+
+
+def _image(value: Any, column: str) -> Any:
+    if isinstance(value, Mapping) and value.get("bytes") is not None:
+        from PIL import Image
+
+        return Image.open(BytesIO(value["bytes"]))
+    is_image = hasattr(value, "__array__") or hasattr(value, "__fspath__")
+    if isinstance(value, (list, tuple)):
+        return _series(value, column)
+    if not is_image and not isinstance(value, str):
+        raise TypeError(f"{column} is {_short(value)}; expected an image, its path, or an array.")
+    return _finite(value, column) if hasattr(value, "__array__") else value
+
+
+def _series(value: Any, column: str) -> Any:
+    if hasattr(value, "__array__"):
+        return _finite(value, column)
+    try:
+        array = np.array(value, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise TypeError(f"{column} is {_short(value)}; expected numbers (T, F).") from None
+    if not array.size or not array.ndim:
+        raise InputError(f"{column} is {_short(value)}; expected numbers (T, F), at least one.")
+    return _finite(torch.from_numpy(array), column)
+
+
+def _finite(value: Any, column: str) -> Any:
+    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+        raise InputError(f"{column} holds {array[place]} at {place}; expected finite numbers.")
+    return value
+
+
+_READ: dict[str, Callable[[Any, str], Any]] = {
+    "messages": _conversation,
+    "input_ids": _ids,
+    "attention_mask": _ids,
+    "image": _image,
+    "series": _series,
+}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{text if len(text) <= 40 else text[:37] + '...'} (a {kind})"

@@ -1,0 +1,216 @@
+"""A data set, explained shard by shard into a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.corpus import ExplainedDataset
+from captum_ssm.explanation.make.dataset.folder import ShardRun, made_folder
+from captum_ssm.explanation.make.dataset.identity import (
+    hash_of_model,
+    hash_of_rows,
+    hash_of_tokenizer,
+)
+from captum_ssm.explanation.make.dataset.own import own_types
+from captum_ssm.explanation.make.dataset.processes import this_process
+from captum_ssm.explanation.make.dataset.rows import Columns
+from captum_ssm.explanation.make.dataset.shard import ShardMaker
+from captum_ssm.explanation.make.dataset.sources import Source, source_of
+from captum_ssm.explanation.make.many import Explainer
+from captum_ssm.explanation.make.pipelines import unpacked
+from captum_ssm.utils.progress import showing
+
+
+def explain_dataset(
+    model: Any,
+    tokenizer: Any = None,
+    dataset: Any = None,
+    output: str | Path | None = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    target: Any = None,
+    against: Any = None,
+    rows_per_shard: int = 1000,
+    on_error: Literal["record", "raise"] = "record",
+    accelerator: Any = None,
+    process: tuple[int, int] | None = None,
+    seed: int = 0,
+    show_progress: bool = True,
+    **options: Any,
+) -> ExplainedDataset:
+    """Explain every row of a data set, into a folder that other programs read as well.
+
+    The folder gets a ``manifest.json`` and *shards*, each of a fixed number of consecutive rows: a
+    Parquet file with one row per row of the data set, and maps, if asked for, in safetensors'
+    format. A shard is written as a whole or not at all. A run that was killed goes on where it was
+    when it is started again: finished shards are kept, and those that follow are the same bytes.
+
+    A row that cannot be explained is recorded with its error, and the run goes on.
+
+    Args:
+        model, tokenizer (Any): as for :func:`captum_ssm.explain`; the tokenizer is None for models
+            of images or series, and for pipelines.
+        dataset (Dataset, DataFrame, path or iterable): a data set of the package ``datasets``, also
+            a streaming one; a pandas table; the path of a ``.jsonl``, ``.csv``, ``.parquet`` or
+            ``.txt`` file (one text per line); or a list or any iterable of texts, conversations,
+            token ids, images, series, or dicts by column.
+        output (str or Path): the folder, which is made where it does not exist.
+        columns (dict, optional): which column is what, such as ``{"text": "review"}``: ``text``,
+            ``text_pair``, ``question``, ``context``, ``messages``, ``image``, ``series`` or
+            ``input_ids`` is what the model reads; ``target``, ``against``, ``span`` and ``units``
+            is what is asked about the row, as for :func:`captum_ssm.explain`. None for columns of
+            these names. Scalar columns, except those that the model reads, are kept as
+            ``row.NAME``. Default: None
+        target, against (Any, optional): for all rows that have none of their own. Default: None
+        rows_per_shard (int, optional): how many rows are kept in memory, and are lost where a run
+            is killed. Default: 1000
+        on_error (str, optional): ``"record"``, or ``"raise"`` to end the run at a row that fails;
+            shards before it are kept. Default: ``"record"``
+        accelerator (accelerate.Accelerator, optional): of one of several processes, each of which
+            calls this function with the same arguments, and explains its part of the shards. What
+            is written does not depend on how many there are. None for the processes that
+            ``torchrun`` or ``accelerate launch`` started. Default: None
+        process (tuple, optional): ``(k, n)`` for process k of n that were started otherwise.
+            Default: None
+        seed (int, optional): random numbers of shard k begin at this plus k, whatever PyTorch's
+            random state, which is left as it was. Default: 0
+        show_progress (bool, optional): a progress bar of rows. Default: True
+        **options: ``methods``, ``maps``, ``max_new_tokens`` and all other options of
+            :func:`captum_ssm.explain` that are not about one input.
+
+    Returns:
+        ExplainedDataset: what is in the folder: of several processes that are still at work, what
+        they have finished.
+
+    Raises:
+        InputError: for a data set without rows or without a column to be read, and for a folder in
+            which a run of other settings, another model or other data was begun; says what changed.
+        OSError: where a file cannot be read or written, such as on a full disk.
+        RowError: for the first row that fails, with ``on_error="raise"``.
+        TypeError, ValueError: for options, as :func:`captum_ssm.explain` does.
+        ImportError: without pyarrow.
+
+    Examples::
+
+        >>> rows = [{"text": "w3 w4", "target": "w5", "year": 1999}, {"text": "", "year": 2001}]
+        >>> explained = explain_dataset(model, tokenizer, rows, folder / "why")
+        >>> explained[0].relevance().shape, explained.column("row.year")
+        ((3,), [1999, 2001])
+        >>> explained.errors
+        {1: "InputError: text is '', which is empty; expected a text."}
+
+        Two processes, by ``torchrun --nproc_per_node 2 script.py``::
+
+            explain_dataset(model, tokenizer, "prompts.jsonl", "why", methods=["latim"])
+    """
+    if on_error not in ("record", "raise"):
+        raise InputError(f"on_error is {on_error!r}; expected 'record' or 'raise'.")
+    if type(rows_per_shard) is not int or rows_per_shard < 1:
+        raise InputError(f"rows_per_shard is {rows_per_shard!r}; expected an integer from 1 on.")
+    folder = made_folder(output)
+    make = partial(Explainer, model, tokenizer, show_progress=False, **options)
+    source = source_of(dataset)
+    head = source.read(0, rows_per_shard)
+    if not head:
+        raise InputError("the data set is empty; expected at least one row.")
+    shared = {"target": target, "against": against}
+    known = Columns.find(_names(head), columns or {}, shared)
+    length, types = _survey(source, head, known)
+    manifest = {
+        "rows": length,
+        "rows_per_shard": rows_per_shard,
+        **_made_by(make()),
+        "asked": _asked({"columns": columns or {}, **shared, "seed": seed, **options}),
+        "hashes": _hashes(model, tokenizer),
+        "data": _told(source, head),
+        "columns": types,
+    }
+    maker = ShardMaker(make, known, types, seed, on_error == "raise")
+    run = ShardRun(folder, source, manifest, maker, *this_process(process, accelerator))
+    with showing(None if show_progress else False):
+        run.start()
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+    return ExplainedDataset(folder)
+
+
+def _names(head: Sequence[Any]) -> list[str] | None:
+    # The columns of the first rows; None for rows that are inputs themselves.
+    readable = [row for row in head if row is not None and not isinstance(row, Exception)]
+    if not readable or not isinstance(readable[0], Mapping):
+        return None
+    rows = (row for row in readable if isinstance(row, Mapping))
+    return list(dict.fromkeys(str(name) for row in rows for name in row))
+
+
+def _survey(
+    source: Source, head: Sequence[Any], columns: Columns
+) -> tuple[int | None, dict[str, str]]:
+    # How many rows there are, if that can be known, and the types of the columns that are kept.
+    if source.schema is not None:
+        own = {name: kind for name, kind in source.schema.items() if columns.keeps(name)}
+        return source.length, own
+    passed = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal passed
+        for row in source.everything() if source.digest else head:
+            passed += 1
+            yield row
+
+    types = own_types(counted(), columns.keeps, source.kind == ".csv")
+    return passed if source.digest else source.length, types
+
+
+def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    # All options, those that were not given as well; methods are in the manifest by themselves.
+    known = signature(Explainer).parameters.values()
+    options = {one.name: one.default for one in known if one.default is not one.empty}
+    left_out = ("tokenizer", "methods", "show_progress")
+    held = {name: value for name, value in (options | given).items() if name not in left_out}
+    return {name: _plain(value) for name, value in held.items()}
+
+
+def _made_by(explainer: Explainer) -> dict[str, Any]:
+    # What is said of every explanation: where a model runs is the same on each of several GPUs.
+    held = explainer.explanation(())
+    settings = {name: value for name, value in held.settings.items() if name != "notes"}
+    settings["device"] = settings["device"].partition(":")[0]
+    return {
+        "model": held.model,
+        "methods": [dict(vars(method)) for method in held.methods],
+        "device": settings["device"],
+        "settings": settings,
+        "versions": dict(held.versions),
+    }
+
+
+def _hashes(model: Any, tokenizer: Any) -> dict[str, str | None]:
+    module, tokenizer, *_ = unpacked(model, tokenizer, None, None)
+    return {"model": hash_of_model(module), "tokenizer": hash_of_tokenizer(tokenizer)}
+
+
+def _told(source: Source, head: Sequence[Any]) -> dict[str, Any]:
+    # Data that are not all there are known by their first row.
+    if source.digest is None:
+        return {"kind": source.kind, "first_row": hash_of_rows(head[:1])}
+    return {"kind": source.kind, "hash": source.digest()}
+
+
+def _plain(value: Any) -> Any:
+    # Options as JSON has them, the same in each run: an object is known by its class.
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    named = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,251 @@
+"""Rows of a data set by their numbers, from what people have."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.corpus.arrow import arrow
+from captum_ssm.explanation.make.dataset.identity import hash_of_file, hash_of_rows
+
+FILES = (".jsonl", ".csv", ".parquet", ".txt")
+# Rows that are read at a time where all are looked at.
+_STEP = 1000
+# Arrow's types of scalars, by the names of those that a shard has for them.
+_SCALARS = {"bool": "bool", "string": "string", "large_string": "string", "string_view": "string"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set as numbered rows.
+
+    Args:
+        kind (str): what it is, for people.
+        read (Callable): rows ``start .. stop - 1`` as a list, which is shorter at the end; a row
+            that cannot be read is its error.
+        length (int, optional): how many rows there are; None where that shows at the end only.
+            Default: None
+        schema (dict, optional): the types of its scalar columns, where it knows them.
+            Default: None
+        digest (Callable, optional): a hash of all rows; None where they are not all there yet.
+            Default: None
+        position (Callable, optional): how many rows were passed, of those that are read from the
+            first to the last. Default: None
+    """
+
+    kind: str
+    read: Callable[[int, int], list[Any]]
+    length: int | None = None
+    schema: Mapping[str, str] | None = None
+    digest: Callable[[], str] | None = None
+    position: Callable[[], int] | None = None
+
+    def everything(self) -> Iterator[Any]:
+        """All rows, from the first one on."""
+        parts = (self.read(start, start + _STEP) for start in count(0, _STEP))
+        return chain.from_iterable(takewhile(len, parts))
+
+
+def source_of(dataset: Any) -> Source:
+    """The rows of what :func:`captum_ssm.explain_dataset` is given.
+
+    Raises:
+        InputError: for an empty data set, or a file of a kind that is not read.
+        FileNotFoundError: for a file that is not there.
+        TypeError: for what holds no rows.
+    """
+    if isinstance(dataset, (str, Path)):
+        return _of_file(Path(dataset))
+    if type(dataset).__module__.partition(".")[0] == "datasets":
+        return _of_datasets(dataset)
+    if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
+        return _of_table(dataset)
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} of {', '.join(map(str, dataset))}; expected "
+            "one data set: choose one, such as dataset['train'], or make a table of columns by "
+            "pandas.DataFrame(dataset)."
+        )
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return _of_sequence(dataset)
+    if isinstance(dataset, Iterable):
+        reader = _Forward(lambda start: islice(dataset, start, None))
+        return Source("an iterable", reader.read, position=lambda: reader.at)
+    raise TypeError(
+        f"dataset is a {type(dataset).__name__}; expected a data set of the package datasets, a "
+        f"pandas table, a path that ends in {' or '.join(FILES)}, or an iterable of inputs."
+    )
+
+
+class _Forward:
+    # Rows of what is read from its beginning to its end; `open_at` makes an iterator of raw rows
+    # from one number on, and `parse` a row of a raw one.
+    def __init__(
+        self, open_at: Callable[[int], Iterator[Any]], parse: Callable[[Any], Any] = lambda x: x
+    ) -> None:
+        self.open_at, self.parse = open_at, parse
+        self.raw: Iterator[Any] | None = None
+        self.at = 0
+        self.last: tuple[tuple[int, int] | None, list[Any]] = (None, [])
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        if self.last[0] == (start, stop):  # once more: an iterator cannot go back
+            return self.last[1]
+        if self.raw is None or start < self.at:
+            self.raw, self.at = self.open_at(start), start
+        self.at += sum(1 for _ in islice(self.raw, start - self.at))
+        found = list(islice(self.raw, stop - start))
+        self.at += len(found)
+        self.last = (start, stop), [attempt(self.parse, one) for one in found]
+        return self.last[1]
+
+
+def attempt(read: Callable[[Any], Any], given: Any) -> Any:
+    """What a function makes of a row; the error where the row is one, or where it fails."""
+    if isinstance(given, Exception):
+        return given
+    try:
+        return read(given)
+    except Exception as error:
+        return error
+
+
+def _of_file(path: Path) -> Source:
+    if path.suffix not in FILES:
+        raise InputError(
+            f"dataset is {str(path)!r}; expected the path of a file that ends in "
+            f"{' or '.join(FILES)}. One text alone is a list of one: [text]."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"dataset is {str(path)!r}, and there is no such file.")
+    if path.suffix == ".parquet":
+        return _of_parquet(path)
+    open_at = _records if path.suffix == ".csv" else _lines
+    reader = _Forward(lambda start: islice(open_at(path), start, None), _PARSE[path.suffix])
+    return Source(path.suffix, reader.read, digest=lambda: hash_of_file(path))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from (line for line in file if line.strip())
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file, restkey="")
+
+
+def _object(line: bytes) -> Any:
+    row = json.loads(line)
+    if not isinstance(row, Mapping):
+        raise InputError(f"the line is JSON of a {type(row).__name__}; expected an object.")
+    return row
+
+
+_PARSE: dict[str, Callable[[Any], Any]] = {
+    ".csv": lambda row: {name: value or None for name, value in row.items()},
+    ".jsonl": _object,
+    ".txt": lambda line: {"text": line.decode("utf-8").rstrip("\r\n")},
+}
+
+
+def _of_parquet(path: Path) -> Source:
+    file = arrow().parquet.ParquetFile(path)
+
+    def open_at(start: int) -> Iterator[Any]:
+        batches = file.iter_batches(batch_size=_STEP)
+        return islice(((batch, i) for batch in batches for i in range(len(batch))), start, None)
+
+    def parse(place: Any) -> dict[str, Any]:
+        batch, i = place
+        return {name: batch.column(name)[i].as_py() for name in batch.schema.names}
+
+    return Source(
+        ".parquet",
+        _Forward(open_at, parse).read,
+        file.metadata.num_rows,
+        scalars(file.schema_arrow),
+        lambda: hash_of_file(path),
+    )
+
+
+def scalars(schema: Any) -> dict[str, str]:
+    """The types of an Arrow schema's scalar columns, by name; times and the like are texts."""
+    types = arrow().types
+    found = {}
+    for field in schema:
+        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+        if types.is_integer(kind):
+            found[field.name] = "int64"
+        elif types.is_floating(kind):
+            found[field.name] = "float64"
+        elif types.is_temporal(kind) or types.is_decimal(kind) or types.is_null(kind):
+            found[field.name] = "string"
+        elif str(kind) in _SCALARS:
+            found[field.name] = _SCALARS[str(kind)]
+    return found
+
+
+def _of_datasets(dataset: Any) -> Source:
+    import datasets
+
+    if isinstance(dataset, dict):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} of {', '.join(dataset)}; expected one of them, "
+            f"such as dataset[{next(iter(dataset), 'train')!r}]."
+        )
+    schema = None if dataset.features is None else scalars(dataset.features.arrow_schema)
+    if isinstance(dataset, datasets.IterableDataset):
+        reader = _Forward(lambda start: iter(dataset.skip(start)))
+        where = reader.read, None, schema, None, lambda: reader.at
+        return Source("an IterableDataset", *where)
+
+    def digest() -> str:
+        # As Arrow has it: no image is decoded.
+        raw = dataset.with_format("arrow")
+        parts = (raw[start : start + _STEP] for start in range(0, len(raw), _STEP))
+        return hash_of_rows(_bytes_of(part) for part in parts)
+
+    return Source("a Dataset", _by_index(dataset), len(dataset), schema, digest)
+
+
+def _bytes_of(table: Any) -> bytes:
+    pa = arrow()
+    sink = pa.BufferOutputStream()
+    plain = table.replace_schema_metadata(None).combine_chunks()
+    with pa.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_table(plain)
+    found: bytes = sink.getvalue().to_pybytes()
+    return found
+
+
+def _by_index(rows: Any) -> Callable[[int, int], list[Any]]:
+    return lambda start, stop: [
+        attempt(rows.__getitem__, i) for i in range(start, min(stop, len(rows)))
+    ]
+
+
+def _of_table(table: Any) -> Source:
+    names = [str(name) for name in table.columns]
+
+    def read(start: int, stop: int) -> list[Any]:
+        return [
+            dict(zip(names, row, strict=True))
+            for row in table.iloc[start:stop].itertuples(index=False, name=None)
+        ]
+
+    source = Source("a pandas table", read, len(table))
+    return replace(source, digest=lambda: hash_of_rows(source.everything()))
+
+
+def _of_sequence(rows: Sequence[Any]) -> Source:
+    source = Source(f"a {type(rows).__name__}", _by_index(rows), len(rows))
+    # Rows that are made when they are asked for are not made for their hash.
+    is_held = isinstance(rows, (list, tuple)) or hasattr(rows, "__array__")
+    return replace(source, digest=lambda: hash_of_rows(rows)) if is_held else source
