@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from captum_ssm.explanation.make import explain
     from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution, continuation_relevance
     from captum_ssm.explanation.make.dataset import ExplainBatches, explain_dataset
+    from captum_ssm.explanation.make.served import replay
     from captum_ssm.explanation.make.trace import Trace, trace, trace_rows
     from captum_ssm.inspection.cost import Estimate, estimate
     from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
@@ -84,6 +85,7 @@ __all__ = [
     "hidden_attention",
     "register_mixer",
     "register_scan",
+    "replay",
     "supported",
     "token_grids",
     "trace",
@@ -107,6 +109,7 @@ _MODULES = {
     "SSMLLMAttribution": "explanation.make.captum_llm",
     "continuation_relevance": "explanation.make.captum_llm",
     "explain": "explanation.make",
+    "replay": "explanation.make.served",
     "register_scan": "discovery.scans",
 }
 

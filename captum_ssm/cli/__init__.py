@@ -4,6 +4,7 @@
         --text "The capital of France is" --target " Paris" --output why.html
     captum-ssm run prompts.jsonl --model stories-mamba --output why
     captum-ssm circuit stories-mamba --text "Anna has a red ball. Anna's ball is"
+    captum-ssm replay stories-mamba log.jsonl
     captum-ssm supported state-spaces/mamba-130m-hf
     captum-ssm compare first.json second.json
     captum-ssm show why.json

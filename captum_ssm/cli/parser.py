@@ -14,6 +14,7 @@ COMMANDS = {
     "explain": "Show which tokens, or parts of an image, support or oppose a prediction.",
     "run": "Explain every row of a data set into a folder, and go on where a run has ended.",
     "circuit": "Show which token reads which other one, in which layer, for a prediction.",
+    "replay": "Explain what a served model answered, from the log of its server.",
     "supported": "Report which methods explain a model, and how exactly.",
     "compare": "Show the difference of two saved explanations, or of two methods.",
     "show": "Open the page of a saved explanation in the browser.",

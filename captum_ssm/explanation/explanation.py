@@ -52,7 +52,22 @@ class Explanation(ExplanationData):
     def __repr__(self) -> str:
         names = ", ".join(method.name for method in self.methods)
         counts = f"{len(self.examples)} examples" if len(self) > 1 else self._size()
-        return printable(f"<Explanation of {self.model} by {names}: {counts}{self._winners()}>")
+        return printable(
+            f"<Explanation of {self.model} by {names}: {counts}{self._winners()}{self._replayed()}>"
+        )
+
+    def _replayed(self) -> str:
+        # How far the model is from the served one that wrote the answers.
+        checks = [one for one in self.settings.get("replay") or () if one["compared"]]
+        if not checks:
+            return ""
+        count = sum(one["compared"] for one in checks)
+        mean = sum(one["mean"] * one["compared"] for one in checks) / count
+        largest = max(one["max"] for one in checks)
+        return (
+            f"; replayed, {count} log probabilities differ from the recorded ones by at most "
+            f"{largest:.2g} ({mean:.2g} in the mean)"
+        )
 
     def _winners(self) -> str:
         # Which methods name best what the model reads, where that was checked.

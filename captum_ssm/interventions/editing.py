@@ -31,7 +31,8 @@ from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
 from captum_ssm.mixers.linear_layers import is_plain
-from captum_ssm.mixers.registry import channels_of
+from captum_ssm.mixers.past import past_of
+from captum_ssm.mixers.registry import channels_of, find_adapter
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import bound, contextmanager, undo
 from captum_ssm.utils.copies import original
@@ -329,6 +330,11 @@ class _Forward:
             edits.enter(self, args, kwargs)
         editing = [edits for edits in around if edits.acts_on(module)]
         linears = LinearCalls()
+        if editing:  # before the mixer writes into its cache
+            _check_not_begun(
+                MixerCall.of("", module, args, kwargs, None, channels=channels_of(module)),
+                editing[0],
+            )
         for edits in editing:
             edits.calls = linears
         try:
@@ -345,3 +351,16 @@ class _Forward:
         for edits in around:
             call = edits.leave(call)
         return call.own[2]
+
+
+def _check_not_begun(call: MixerCall, edits: _Edits) -> None:
+    # Edges lead from token to token of one run, and a cache holds tokens of earlier ones.
+    module = original(call.module)
+    read = getattr(find_adapter(module), "past_of", past_of)
+    if read(module, call.arguments, call.given_tokens()) is not None:
+        raise UnsupportedModelError(
+            f"{edits.paths[module]} is called with a cache that is not empty, as by generate(), so "
+            "its tokens read a state that no edge or token of this run shows; expected the whole "
+            "text in each run. Write the text first, and run it inside of the block; to write in "
+            "the block, pass generate(..., use_cache=False)."
+        )

@@ -94,7 +94,8 @@ def find_circuit(
     Args:
         forward_func (nn.Module or Callable): as for :func:`circuit_faithfulness`.
         inputs (Tensor or dict): one example.
-        target (int or Tensor): the answer.
+        target (int, Tensor or tuple): the answer; ``(position, answer)`` for one that is read at
+            another token than the last, negative from the end.
         foil (int or Tensor, optional): why not this answer; None for all others. Default: None
         faithfulness (float, optional): in (0, 1], the share of the score that the set must recover;
             as much over 1 as under it is as unfaithful. Default: 0.9
@@ -133,6 +134,7 @@ def find_circuit(
         raise ValueError(
             f"inputs hold {request.batch} examples; expected one, as each has edges of its own."
         )
+    target, position = _placed(target, position)
     options, how = _removal(request, reference_inputs, formulation)
     runs = CircuitRuns.of(
         request,
@@ -168,6 +170,18 @@ def find_circuit(
         {k: one.faithfulness for k, one in sorted(search.curve.items())},
         how,
     )
+
+
+def _placed(target: Any, position: Any) -> tuple[Any, Any]:
+    # The answer and the token at which it is read.
+    if not isinstance(target, tuple) or len(target) != 2:
+        return target, position
+    if position is not None:
+        raise ValueError(
+            f"target is {target!r}, which names a token, and position is {position!r}; expected "
+            "one of them."
+        )
+    return target[1], target[0]
 
 
 def _removal(request: Request, others: Any, formulation: str) -> tuple[dict[str, Any], str]:

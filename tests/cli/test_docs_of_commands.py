@@ -21,6 +21,7 @@ def test_the_page_has_commands_of_each_kind():
         "explain",
         "run",
         "circuit",
+        "replay",
         "supported",
         "compare",
         "show",
@@ -35,6 +36,8 @@ def there(tmp_path, monkeypatch):
     shutil.copy(examples.folder("digits-vim") / "sample.png", "digit.png")
     (tmp_path / "chat.json").write_text(json.dumps(examples.sample("chat-mamba")))
     (tmp_path / "prompts.csv").write_text("text,target\nthe dogs near the bird,bark\n")
+    record = {"prompt_token_ids": [12, 2, 3], "outputs": [{"token_ids": [20]}]}
+    (tmp_path / "log.jsonl").write_text(json.dumps(record))
     text = ("--text", "the dogs near the bird", "--target", "bark")
     for name, method in (("first", "gate"), ("second", "silu")):
         options = ("--methods", "latim", "--activation", method, "--output", f"{name}.json")

@@ -16,7 +16,7 @@ from models import VOCABULARY, tiny, word_tokenizer
 from captum_ssm import InputError, explain_dataset
 from captum_ssm.explanation import RowError, open_dataset
 from captum_ssm.explanation.file import encoded
-from captum_ssm.explanation.make.many import Explainer, Row
+from captum_ssm.explanation.make.many import Explainer, InputRow
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -52,7 +52,7 @@ def test_examples_come_back_as_they_were_made(whole, words):
     explainer = Explainer(tiny(), words, maps=True)
     for start in range(0, ROWS, 4):
         asked = {i: rows()[i] for i in range(start, min(start + 4, ROWS)) if i not in BAD}
-        made = explainer([Row(row["text"], row["target"]) for row in asked.values()])
+        made = explainer([InputRow(row["text"], row["target"]) for row in asked.values()])
         for (i, _), example in zip(asked.items(), made, strict=True):
             again, expected = found[i], explainer.explanation([example])
             assert encoded(vars(again)) == encoded(vars(expected))

@@ -441,6 +441,20 @@ def test_errors_say_what_to_do(mamba):
     assert all("forward" not in vars(m) for m in mamba.modules())
 
 
+def test_writing_inside_is_refused_with_a_cache_and_edited_without(mamba):
+    tokens = ids(1, L)
+    how = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1}
+    with circuit(mamba, [(0, 3, 1)]):
+        with pytest.raises(
+            UnsupportedModelError, match=r"cache that is not empty.*use_cache=False"
+        ):
+            mamba.generate(tokens, **how)
+        written = mamba.generate(tokens, use_cache=False, **how)
+        for end in range(L, L + 3):
+            assert mamba(written[:, :end]).logits[0, -1].argmax() == written[0, end]
+    assert all("forward" not in vars(m) for m in mamba.modules())
+
+
 def test_methods_of_frozen_mixers_are_refused_inside(mamba):
     with pytest.raises(UnsupportedModelError, match="inside of the block"), circuit(mamba, []):
         captum_ssm.MambaLRP(mamba).attribute(ids(), target=5)

@@ -240,6 +240,21 @@ def test_a_circuit_that_is_not_found_is_not_claimed(mamba):
     assert "was not reached" in str(found)
 
 
+@pytest.mark.parametrize("position", [3, -2])
+def test_an_answer_at_another_token_has_edges_up_to_it(mamba, position):
+    tokens = ids(1, L)
+    found = find_circuit(mamba, tokens, (position, 5), max_edges=8)
+    same = find_circuit(mamba, tokens, 5, position=position, max_edges=8)
+    assert (found.edges, found.score, found.curve) == (same.edges, same.score, same.curve)
+    assert max(edge.target for edge in found.edges) <= position % L
+    # What comes after that token has no part in it.
+    begun = find_circuit(mamba, tokens[:, : position % L + 1], (-1, 5), max_edges=8)
+    assert begun.whole == pytest.approx(found.whole, abs=1e-5)
+    assert begun.score == pytest.approx(found.score, abs=1e-5)
+    with pytest.raises(ValueError, match="names a token, and position is 1"):
+        find_circuit(mamba, tokens, (position, 5), position=1)
+
+
 @pytest.mark.parametrize(
     ("message", "options"),
     [

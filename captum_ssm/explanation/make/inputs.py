@@ -58,10 +58,11 @@ def parse_inputs(
     inputs = named if inputs is None else inputs
     if _is_listed(inputs):
         inputs = list(inputs)
-    if not may_be_text(inputs, is_tokenizer(tokenizer)):
+    is_read = isinstance(inputs, TokenizedText)
+    if not is_read and not may_be_text(inputs, is_tokenizer(tokenizer)):
         return tokenizer, None, inputs
     texts = _texts(inputs)
-    if texts is not None and tokenizer is None and not isinstance(texts[0], Ids):
+    if texts is not None and tokenizer is None and not isinstance(texts[0], (Ids, TokenizedText)):
         raise TypeError(
             "inputs is a text, and there is no tokenizer; expected explain(model, tokenizer, text)."
         )
@@ -95,14 +96,14 @@ def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[
 
 
 @contextmanager
-def numbered(index: int, count: int) -> Iterator[None]:
+def numbered(index: int, count: int, name: str = "inputs") -> Iterator[None]:
     """Errors inside say which of several inputs they are about."""
     try:
         yield
     except (ValueError, TypeError) as error:
         if count == 1:
             raise
-        raise type(error)(f"inputs[{index}] of {count}: {error}") from error
+        raise type(error)(f"{name}[{index}] of {count}: {error}") from error
 
 
 def _read(tokenizer: Any, text: Text) -> TokenizedText:
@@ -155,7 +156,7 @@ def _is_listed(inputs: Any) -> bool:
 
 def _texts(inputs: Any) -> list[Text] | None:
     # None for what is not texts.
-    if isinstance(inputs, str):
+    if isinstance(inputs, (str, TokenizedText)):
         return [inputs]
     if isinstance(inputs, Mapping):
         return _of_mapping(inputs)

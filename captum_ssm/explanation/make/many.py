@@ -235,6 +235,10 @@ class Explainer:
             raise InputError(f"this holds {len(found)} inputs; expected one.")
         return found[0]
 
+    def heading(self, examples: Sequence[Example]) -> str:
+        """The title of an explanation of these examples."""
+        return _title(examples, _name(self.setup.model)) if self.title is None else self.title
+
     def explanation(
         self, examples: Iterable[Example], target: Any = None, against: Any = None
     ) -> Explanation:
@@ -263,7 +267,7 @@ class Explainer:
         }
         name = _name(setup.model)
         return Explanation(
-            _title(examples, name) if self.title is None else self.title,
+            self.heading(examples),
             name,
             tuple(_method(name, source) for name, source in setup.methods.items()),
             examples,

@@ -108,6 +108,21 @@ class Conversation:
     tokenizer: Any
     messages: tuple[Message, ...]
 
+    @classmethod
+    def of(cls, tokenizer: Any, messages: Any) -> Conversation:
+        """One conversation, checked.
+
+        Raises:
+            ValueError, TypeError: for what is not one, and a tokenizer without a template.
+        """
+        (said,) = _parse([messages])
+        _require_template(tokenizer)
+        return cls(tokenizer, tuple(said))
+
+    def opened(self) -> TokenizedText:
+        """All that is said, up to the place where the assistant begins to answer."""
+        return self._marked(rendered(self.tokenizer, self.messages, True))
+
     def whole(self) -> TokenizedText:
         """All that is said, without a place for an answer."""
         return self._marked(rendered(self.tokenizer, self.messages, False))

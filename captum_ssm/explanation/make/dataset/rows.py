@@ -13,7 +13,7 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.dataset.own import present
-from captum_ssm.explanation.make.many import Row
+from captum_ssm.explanation.make.many import InputRow
 from captum_ssm.utils.suggestions import did_you_mean
 
 # The columns in which inputs are looked for, first ones first, by what they hold.
@@ -61,7 +61,7 @@ class Columns:
         inputs = {role: column for role, column in given.items() if role not in ASKED}
         return cls(inputs or _inputs(names), asked, shared)
 
-    def row(self, given: Any) -> Row:
+    def row(self, given: Any) -> InputRow:
         """What is explained of a row.
 
         Raises:
@@ -81,11 +81,11 @@ class Columns:
             for role, column in self.inputs.items()
         }
         if "messages" in read:
-            return Row(read["messages"], **asked, messages=True)
+            return InputRow(read["messages"], **asked, messages=True)
         if "attention_mask" in read:
             pairs = zip(read["input_ids"], read["attention_mask"], strict=True)
-            return Row([token for token, mark in pairs if mark], **asked)
-        return Row(read if len(read) > 1 else next(iter(read.values())), **asked)
+            return InputRow([token for token, mark in pairs if mark], **asked)
+        return InputRow(read if len(read) > 1 else next(iter(read.values())), **asked)
 
     def keeps(self, column: str) -> bool:
         """Whether a column is kept with the explanation: all but what the model reads."""
@@ -134,23 +134,23 @@ def _value(given: Mapping[str, Any], column: str) -> Any:
     return given[column]
 
 
-def _row_of(given: Any, asked: dict[str, Any]) -> Row:
+def _row_of(given: Any, asked: dict[str, Any]) -> InputRow:
     # A row that is itself what the model reads.
     first = given[0] if isinstance(given, (list, tuple)) and given else None
     if isinstance(first, Mapping):
-        return Row(_conversation(given, "the row"), **asked, messages=True)
+        return InputRow(_conversation(given, "the row"), **asked, messages=True)
     if isinstance(given, tuple) and len(given) == 2 and isinstance(first, str):
         texts = {role: _text(one, role) for role, one in zip(PAIRS[1], given, strict=True)}
-        return Row(texts, **asked)
+        return InputRow(texts, **asked)
     is_ids = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
     if is_ids and all(isinstance(one, (int, np.integer)) for one in given):
-        return Row(list(given), **asked)
+        return InputRow(list(given), **asked)
     if isinstance(given, (list, tuple)):
-        return Row(_series(given, "the row"), **asked)
+        return InputRow(_series(given, "the row"), **asked)
     is_input = hasattr(given, "__array__") or hasattr(given, "__fspath__")
     if isinstance(given, str) or not is_input:
-        return Row(_text(given, "the row"), **asked)
-    return Row(_finite(given, "the row"), **asked)
+        return InputRow(_text(given, "the row"), **asked)
+    return InputRow(_finite(given, "the row"), **asked)
 
 
 def _text(value: Any, column: str) -> str:

@@ -13,7 +13,7 @@ from captum_ssm.explanation.corpus.shards import OWN, Shard, record
 from captum_ssm.explanation.make.dataset.own import own_values
 from captum_ssm.explanation.make.dataset.rows import Columns
 from captum_ssm.explanation.make.dataset.sources import attempt
-from captum_ssm.explanation.make.many import Explainer, Row
+from captum_ssm.explanation.make.many import Explainer, InputRow
 from captum_ssm.metrics.evaluation import seeded
 
 
@@ -40,8 +40,8 @@ class ShardMaker:
         explainer = self.make()
         asked = [attempt(self.columns.row, row) for row in rows]
         with seeded(self.seed + number):
-            outcomes = iter(explainer([one for one in asked if isinstance(one, Row)]))
-        found = [next(outcomes) if isinstance(one, Row) else one for one in asked]
+            outcomes = iter(explainer([one for one in asked if isinstance(one, InputRow)]))
+        found = [next(outcomes) if isinstance(one, InputRow) else one for one in asked]
         records, maps = [], {}
         for index, row, outcome in zip(indices, rows, found, strict=True):
             own = attempt(partial(own_values, types=self.types), row)
@@ -58,7 +58,7 @@ class ShardMaker:
 
 
 def _recorded(explainer: Explainer, example: Example) -> dict[str, Any]:
-    return record(example, explainer.explanation([example]).title)
+    return record(example, explainer.heading([example]))
 
 
 def _first_error(outcome: Any, own: Any) -> Any:

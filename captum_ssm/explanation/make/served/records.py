@@ -1,0 +1,320 @@
+"""Records of served models, in the formats of vLLM and of the OpenAI API. Needs no PyTorch.
+
+========================= =========================================================================
+vLLM, in Python           ``RequestOutput``: ``prompt``, ``prompt_token_ids``, ``outputs``, of which
+                          each has ``text``, ``token_ids`` and ``logprobs``, a dict per token from
+                          ids to ``Logprob(logprob, rank, decoded_token)``
+completions               ``choices[].text`` and ``.logprobs`` with ``tokens``, ``token_logprobs``
+                          and ``text_offset``
+chat completions          ``choices[].message.content`` and ``.logprobs.content[]`` with ``token``,
+                          ``logprob`` and ``bytes``
+with ``return_token_ids`` also ``prompt_token_ids`` and ``choices[].token_ids``, of vLLM's server
+========================= =========================================================================
+
+A response does not say what was asked: the request is beside it, as ``{"request": ..., "response":
+...}``, as the ``body`` of a line of a batch file, or as ``messages`` or ``prompt`` in the record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.served.chunks import Data, is_chunk, joined, merged
+
+UNKNOWN = -9999.0  # what servers write for a log probability that they do not have
+ID = "token_id:"  # how vLLM writes ids in the place of texts
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias"),
+)
+
+
+@dataclass(frozen=True)
+class ServedToken:
+    """A token as it was recorded: by its id, its text or its bytes, with what it was given.
+
+    Args:
+        id (int, optional): Default: None
+        text (str, optional): Default: None
+        data (bytes, optional): its bytes. Default: None
+        logprob (float, optional): its log probability. Default: None
+    """
+
+    id: int | None = None
+    text: str | None = None
+    data: bytes | None = None
+    logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class ServedRecord:
+    """A prompt and one answer to it, as a server recorded them.
+
+    Args:
+        format (str): what the record is.
+        answer (tuple of ServedToken): its tokens; empty where only its text was recorded.
+        text (str, optional): of the answer. Default: None
+        prompt (str, optional): as text. Default: None
+        prompt_ids (tuple of int, optional): as ids. Default: None
+        prompt_logprobs (tuple, optional): of the prompt's tokens, None where there is none.
+            Default: ``()``
+        prompt_count (int, optional): how many tokens the server counted in it. Default: None
+        messages (list, optional): the conversation. Default: None
+        request (dict, optional): what else was asked for. Default: ``{}``
+    """
+
+    format: str
+    answer: tuple[ServedToken, ...]
+    text: str | None = None
+    prompt: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_count: int | None = None
+    messages: list[Any] | None = None
+    request: Data = field(default_factory=dict)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """By which options the tokens were drawn, as far as the record says."""
+        return {name: self.request[name] for name in SAMPLING if self.request.get(name) is not None}
+
+
+def read_records(given: Any) -> list[ServedRecord]:
+    """Every answer in a record or a list of records, in their order.
+
+    Args:
+        given (Any): a record, as a dict or as the object of vLLM or of the OpenAI client, or a
+            list of these, or of the chunks of a stream.
+
+    Raises:
+        InputError: for what is none of the known formats, and for a record that is cut off.
+    """
+    entry = as_data(given)
+    entries = merged(entry) if isinstance(entry, list) else [entry]
+    if not entries:
+        raise InputError("the list of records is empty; expected at least one.")
+    found = []
+    for k, one in enumerate(entries):
+        try:
+            found += _answers(one)
+        except InputError as error:
+            if len(entries) == 1:
+                raise
+            raise InputError(f"records[{k}] of {len(entries)}: {error}") from error
+    return found
+
+
+def as_data(value: Any) -> Any:
+    """Objects of clients and servers as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: as_data(item) for key, item in value.items()}
+    if isinstance(value, (str, bytes, int, float)) or value is None:
+        return value
+    if callable(getattr(value, "model_dump", None)):
+        return as_data(value.model_dump())
+    if isinstance(value, Sequence) or (hasattr(value, "__iter__") and hasattr(value, "__len__")):
+        return [as_data(item) for item in value]
+    return {k: as_data(v) for k, v in getattr(value, "__dict__", {}).items() if k[:1] != "_"}
+
+
+def _answers(entry: Any) -> list[ServedRecord]:
+    if not isinstance(entry, Mapping):
+        raise InputError(
+            f"the record is a {type(entry).__name__}; expected a dict with 'choices' (OpenAI, "
+            "vLLM's server) or 'outputs' (vLLM), and the request beside it."
+        )
+    response, request = _response(entry), _request(entry)
+    if "outputs" in response:
+        return [_offline(response, one, request) for one in response["outputs"] or ()]
+    choices = response.get("choices")
+    if not choices:
+        failed = response.get("error") or entry.get("error")
+        why = f"holds an error, {failed!r}" if failed else f"has the keys {', '.join(response)}"
+        raise InputError(
+            f"the record {why}; expected 'choices' (OpenAI, vLLM's server) or 'outputs' (vLLM)."
+        )
+    found = [_choice(response, one, request) for one in choices]
+    _require_whole(found, response)
+    return found
+
+
+def _response(entry: Data) -> Data:
+    response = entry.get("response")
+    if isinstance(response, list):
+        return joined(response)
+    response = response if isinstance(response, Mapping) else entry
+    body = response.get("body")
+    response = body if isinstance(body, Mapping) and response is not entry else response
+    return joined([response]) if is_chunk(response) else response
+
+
+def _request(entry: Data) -> Data:
+    for name in ("request", "body"):
+        request = entry.get(name)
+        if isinstance(request, Mapping):
+            inner = request.get("body")
+            return inner if isinstance(inner, Mapping) else request
+    return {k: v for k, v in entry.items() if k in ("messages", "prompt", "echo", *SAMPLING)}
+
+
+# vLLM in Python.
+
+
+def _offline(response: Data, output: Data, request: Data) -> ServedRecord:
+    ids, rows = output.get("token_ids") or [], output.get("logprobs")
+    _require_as_many("token_ids", len(ids), "logprobs", rows)
+    tokens = tuple(
+        ServedToken(one, *_entry(row, one))
+        for one, row in zip(ids, rows or [None] * len(ids), strict=True)
+    )
+    return _record("vLLM", response, request, tokens, output.get("text"))
+
+
+def _entry(row: Any, one: int) -> tuple[str | None, None, float | None]:
+    # What a dict from ids, as numbers or as texts, tells of one of them.
+    found = {int(key): value for key, value in (row or {}).items()}.get(one)
+    if isinstance(found, Mapping):
+        return found.get("decoded_token"), None, _number(found.get("logprob"))
+    return None, None, _number(found)
+
+
+# Choices of a server.
+
+
+def _choice(response: Data, choice: Data, request: Data) -> ServedRecord:
+    logprobs = choice.get("logprobs") or {}
+    is_chat = "message" in choice or "content" in logprobs
+    read = _chat_tokens if is_chat else _completion_tokens
+    tokens, ids = read(logprobs), choice.get("token_ids")
+    text = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
+    own = {key: choice[key] for key in ("prompt_token_ids", "prompt_logprobs") if choice.get(key)}
+    name = "chat completion" if is_chat else "completion"
+    record = _record(name, {**response, **own}, request, tokens, text)
+    if not is_chat and tokens:
+        record = _without_echo(record, logprobs)
+    return _with_ids(record, ids)
+
+
+def _chat_tokens(logprobs: Data) -> tuple[ServedToken, ...]:
+    return tuple(
+        _token(one.get("token"), one.get("logprob"), one.get("bytes"))
+        for one in logprobs.get("content") or ()
+    )
+
+
+def _completion_tokens(logprobs: Data) -> tuple[ServedToken, ...]:
+    texts, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs")
+    _require_as_many("logprobs.tokens", len(texts), "logprobs.token_logprobs", values)
+    return tuple(map(_token, texts, values or [None] * len(texts)))
+
+
+def _token(text: Any, logprob: Any, data: Any = None) -> ServedToken:
+    written = str(text)
+    if written.startswith(ID):
+        return ServedToken(int(written.removeprefix(ID)), logprob=_number(logprob))
+    return ServedToken(None, text, None if data is None else bytes(data), _number(logprob))
+
+
+def _with_ids(record: ServedRecord, ids: Any) -> ServedRecord:
+    if not ids:
+        return record
+    tokens = record.answer or tuple(ServedToken() for _ in ids)
+    _require_as_many("token_ids", len(ids), "logprobs", tokens)
+    pairs = zip(tokens, ids, strict=True)
+    return _changed(record, answer=tuple(_changed(token, id=one) for token, one in pairs))
+
+
+def _without_echo(record: ServedRecord, logprobs: Data) -> ServedRecord:
+    # With echo the prompt's tokens stand before those of the answer.
+    tokens, request = record.answer, record.request
+    if not request.get("echo"):
+        return record
+    if record.prompt_ids is not None:
+        count = len(record.prompt_ids)
+    elif record.prompt is not None and logprobs.get("text_offset"):
+        count = sum(at < len(record.prompt) for at in logprobs["text_offset"])
+    else:
+        raise InputError(
+            "the request has echo, and the record does not tell where the prompt ends; expected "
+            "the prompt, and logprobs.text_offset or prompt_token_ids."
+        )
+    told = tuple(token.logprob for token in tokens[:count])
+    text = record.text if record.text is None else record.text.removeprefix(record.prompt or "")
+    return _changed(record, answer=tokens[count:], text=text, prompt_logprobs=told)
+
+
+# What all formats share.
+
+
+def _record(
+    name: str, response: Data, request: Data, tokens: tuple[ServedToken, ...], text: str | None
+) -> ServedRecord:
+    prompt = request.get("prompt", response.get("prompt"))
+    ids = response.get("prompt_token_ids")
+    if isinstance(prompt, list):
+        several = [one for one in prompt if not isinstance(one, int)]
+        if len(several) > 1:
+            raise InputError(
+                f"the request has {len(several)} prompts; expected one per record, so that each "
+                "answer has its own."
+            )
+        given = several[0] if several else prompt
+        prompt, ids = (given, ids) if isinstance(given, str) else (None, ids or given)
+    messages = request.get("messages")
+    if prompt is None and not ids and not messages:
+        raise InputError(
+            "the record has an answer and no prompt; expected prompt_token_ids (vLLM's "
+            "return_token_ids), or the request beside the response: {'request': {'messages': "
+            "[...]}, 'response': {...}}."
+        )
+    values = tuple(
+        None if not row else _entry(row, one)[2]
+        for one, row in zip(ids or (), response.get("prompt_logprobs") or (), strict=False)
+    )
+    usage = response.get("usage") or {}
+    return ServedRecord(
+        name,
+        tokens,
+        text,
+        prompt,
+        tuple(ids) if ids else None,
+        values,
+        usage.get("prompt_tokens"),
+        messages,
+        request,
+    )
+
+
+def _number(value: Any) -> float | None:
+    if value is None or not math.isfinite(value) or value <= UNKNOWN:
+        return None
+    return float(value)
+
+
+def _changed(value: Any, **fields: Any) -> Any:
+    return type(value)(**(vars(value) | fields))
+
+
+def _require_as_many(name: str, count: int, other: str, values: Any) -> None:
+    if values is not None and len(values) != count:
+        raise InputError(
+            f"{name} holds {count} tokens and {other} {len(values)}, so the record is cut off; "
+            "expected as many in both."
+        )
+
+
+def _require_whole(found: list[ServedRecord], response: Data) -> None:
+    # Servers may count a last token that they do not report, such as the end of the text.
+    counted = (response.get("usage") or {}).get("completion_tokens")
+    if len(found) != 1 or counted is None or not found[0].answer:
+        return
+    count = len(found[0].answer)
+    if count < counted - 1:
+        raise InputError(
+            f"the record holds {count} tokens of the answer, and the server counted {counted}, so "
+            "it is cut off; expected all of them."
+        )

@@ -1,0 +1,182 @@
+"""The token ids of an answer that was recorded by the texts or the bytes of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.reading import CONTEXT
+from captum_ssm.explanation.make.served.records import ServedToken
+
+LOST = "\ufffd"  # what tokenizers decode a part of a character to
+MOST = 1000  # tokens that are tried for one text
+OTHER = "so this is the tokenizer of another model"
+
+
+class Vocabulary:
+    """A tokenizer's tokens by their texts and bytes.
+
+    Args:
+        tokenizer (TokenizerLike): of the local model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = {*getattr(tokenizer, "all_special_ids", ())}
+
+    def ids_of(self, tokens: Sequence[ServedToken], text: str | None) -> list[int]:
+        """The ids of an answer's tokens.
+
+        A text may be that of several tokens, such as a word with and without a space before it:
+        the one counts that continues the answer's text, and of several that do the tokenizer's
+        own.
+
+        Args:
+            tokens (sequence of ServedToken): as they were recorded.
+            text (str, optional): of the whole answer.
+
+        Raises:
+            InputError: for a token that the tokenizer does not have, or that may be several.
+        """
+        if all(token.id is not None for token in tokens):
+            return [self._checked(token, k) for k, token in enumerate(tokens)]
+        text = text or ""
+        own = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        found: list[int] = []
+        at = 0
+        for k, token in enumerate(tokens):
+            known = self._candidates(token, k)
+            pieces = {one: self._piece(found, one) for one in known[:MOST]}
+            ends = {one: _end(text, at, piece) for one, piece in pieces.items()}
+            if own[:k] == found and own[k : k + 1] and own[k] in known:
+                one = own[k]
+            else:
+                one = _only(known, own, ends, token, k)
+            found.append(one)
+            at = ends.get(one) or at
+        return found
+
+    def _candidates(self, token: ServedToken, k: int) -> list[int]:
+        text = str(token.text)
+        tables = ((self._by_bytes, token.data), (self._by_text, text), (self._by_name, text))
+        known = next((table[key] for table, key in tables if key in table), None)
+        if not known:
+            raise InputError(
+                f"token {k} of the answer is {told(token)}, which the tokenizer does not have, "
+                f"{OTHER}; pass the served model's own, or record ids (vLLM's return_token_ids)."
+            )
+        return known
+
+    def _piece(self, before: Sequence[int], one: int) -> str:
+        # What a token adds to the text of those before it.
+        if one in self.special:
+            return ""
+        context = list(before[-CONTEXT:])
+        start = self.tokenizer.decode(context).rstrip(LOST) if context else ""
+        return str(self.tokenizer.decode([*context, one])).rstrip(LOST)[len(start) :]
+
+    def _checked(self, token: ServedToken, k: int) -> int:
+        # An id whose text was recorded as well has to be that of the tokenizer.
+        assert token.id is not None
+        if token.text is None:
+            return token.id
+        own = str(self.tokenizer.decode([token.id]))
+        name = str(self.tokenizer.convert_ids_to_tokens(token.id))
+        recorded = token.text.strip()
+        if LOST not in own + recorded and recorded not in (own.strip(), name.strip(), ""):
+            raise InputError(
+                f"token {k} of the answer is {told(token)}, and the tokenizer's id {token.id} is "
+                f"{own!r}, {OTHER}; pass the served model's own."
+            )
+        return token.id
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        ids = range(len(self.tokenizer))
+        return [str(text) for text in self.tokenizer.batch_decode([[one] for one in ids])]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer)))))
+
+    @cached_property
+    def _by_text(self) -> dict[Any, list[int]]:
+        return _numbered(self._texts)
+
+    @cached_property
+    def _by_name(self) -> dict[Any, list[int]]:
+        return _numbered(self._names)
+
+    @cached_property
+    def _by_bytes(self) -> dict[Any, list[int]]:
+        return _numbered(map(_bytes, self._texts, self._names))
+
+
+def told(token: ServedToken) -> str:
+    """A recorded token in words."""
+    parts = [] if token.text is None else [repr(token.text)]
+    parts += [] if token.id is None else [f"id {token.id}"]
+    parts += [] if token.data is None else [f"bytes {token.data.hex(' ')}"]
+    first, *rest = parts or ["unknown"]
+    return f"{first} ({', '.join(rest)})" if rest else first
+
+
+def _numbered(keys: Any) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for one, key in enumerate(keys):
+        found.setdefault(key, []).append(one)
+    return found
+
+
+def _end(text: str, at: int, piece: str) -> int | None:
+    # Where a piece ends that continues a text, also after white space; None if it does not.
+    if text.startswith(piece, at):
+        return at + len(piece)
+    start = len(text) - len(text[at:].lstrip())
+    piece = piece.strip()
+    return start + len(piece) if text.startswith(piece, start) else None
+
+
+def _only(
+    known: Sequence[int],
+    own: Sequence[int],
+    ends: Mapping[int, int | None],
+    token: ServedToken,
+    k: int,
+) -> int:
+    # The one of several tokens that continues the text.
+    fits = list(known)
+    for kept in ([one for one in known if ends.get(one) is not None], [*own]):
+        fits = [one for one in fits if one in kept] or fits
+    if len(fits) > 1:
+        raise InputError(
+            f"token {k} of the answer is {told(token)}, which may be any of the ids "
+            f"{', '.join(map(str, fits[:8]))}; record ids (vLLM's return_token_ids)."
+        )
+    return fits[0]
+
+
+def _bytes(text: str, name: str) -> bytes:
+    # A part of a character has no text: its bytes are in its name, <0xE2> where a vocabulary falls
+    # back to bytes, else one character per byte, as byte-level vocabularies write them.
+    if LOST not in text:
+        return text.encode()
+    if name.startswith("<0x") and len(name) == 6:
+        return bytes([int(name[3:5], 16)])
+    if all(character in BYTES for character in name):
+        return bytes(BYTES[character] for character in name)
+    return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    # Printable characters of Latin-1 stand for their own byte, and the others, in their order, are
+    # the characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(256 + k): byte for k, byte in enumerate(others)}
+
+
+BYTES = _byte_characters()
