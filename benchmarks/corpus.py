@@ -26,7 +26,7 @@ from captum_ssm.examples import stories
 
 MODEL = "stories-mamba"
 COUNTS = (200, 2_000, 20_000)
-KILLS, KILLED_ROWS, KILLED_SHARD = 50, 400, 10
+KILLS, KILLED_ROWS, KILLED_SHARD = 50, 100, 5
 
 
 def prompts(count: int) -> list[str]:

@@ -56,8 +56,8 @@ def read(kind: Any, value: Any, place: str) -> Any:
         return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
     if is_dataclass(kind):
         _require_fields(kind, value, place)
-        hints = _hints(kind)
         make: Any = kind
+        hints = _hints(make)
         return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in value})
     if kind is np.ndarray:
         return _array(value, place)

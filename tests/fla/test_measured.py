@@ -50,7 +50,7 @@ def test_a_layer_with_a_branch_next_to_its_scan_is_explained_by_every_method():
 
 NOT_WHOLE = {
     "BitAttention": "what it does after flash_attn_func mixes channels or tokens",
-    "MomAttention": "a scan does not run over all tokens of one example",
+    "MomAttention": "what a scan returns of several tokens lands on one",
 }
 
 

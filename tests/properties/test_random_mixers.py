@@ -13,7 +13,7 @@ from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.mixers import FrozenMixer
 
 EVERY = ("conv", "activation", "gate", "norm", "skip")
-FEW, MANY = range(40), range(40, 600)
+FEW, MANY = range(16), range(16, 600)
 
 
 def frozen(module: RandomMixer, x: torch.Tensor) -> FrozenMixer | None:

@@ -138,7 +138,7 @@ def test_a_layer_more_keeps_its_tokens_and_the_stream(monkeypatch: pytest.Monkey
     # Of a long input, when the graphs of mixers are made anew, and where the wiring is measured.
     monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", 0)
     ids, peaks = torch.randint(30, (1, 80)), []
-    for layers in (16, 20):
+    for layers in (8, 12):
         config = MambaConfig(num_hidden_layers=layers, hidden_size=64, state_size=2, vocab_size=30)
         method = MambaAttribution(MambaForCausalLM(config).eval().requires_grad_(False))
         peaks.append(allocated(partial(method.attribute, target=3), ids))

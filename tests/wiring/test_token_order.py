@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
@@ -395,10 +395,16 @@ def elsewhere(x, one, two):
     return one(x).flip(1) + two(x)
 
 
+@cache
+def updated_by(update):
+    """One model for several methods, since what is searched for once is remembered."""
+    return made(Stack(update))
+
+
 @each(THROUGH_LAYERS)
 @pytest.mark.parametrize("update", [attention, recurrence, elsewhere])
 def test_mixing_by_no_mixer_is_refused(method, update):
-    model, x = made(Stack(update)), tokens()
+    model, x = updated_by(update), tokens()
     with pytest.raises(UnsupportedModelError, match=r"mixers\.\d\.\d.*MambaLRP goes through"):
         method(model).attribute(x, target=(3, 1))
     assert hidden_attention(model, x)  # each mixer's own map is right all the same
@@ -406,7 +412,7 @@ def test_mixing_by_no_mixer_is_refused(method, update):
 
 @pytest.mark.parametrize("update", [attention, recurrence])
 def test_mamba_lrp_warns_of_what_it_cannot_hold_constant(update):
-    model, x = made(Stack(update)), tokens()
+    model, x = updated_by(update), tokens()
     for _ in range(2):
         if update is attention:
             MambaLRP(model).attribute(x, target=(3, 1))
@@ -545,13 +551,14 @@ def test_ids_that_are_embedded_in_another_order_are_refused():
 
 @each(METHODS)
 def test_weights_are_left_as_they_were(method):
-    model, x = made(Stack(attention)), tokens()
+    model, x = updated_by(attention), tokens()
     model.mixers[0][0].requires_grad_(False)
     flags = [p.requires_grad for p in model.parameters()]
     for _ in range(2):
         with suppress(UnsupportedModelError):
             method(model).attribute(x, target=(3, 1))
         assert [p.requires_grad for p in model.parameters()] == flags
+    model.requires_grad_(True)
 
 
 @pytest.mark.parametrize("method", [MambaAttribution, UnifiedImplicitAttention])

@@ -8,6 +8,7 @@ and series are flattened, and ``shape`` is that of one row.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from errno import EIO
 from pathlib import Path
@@ -114,11 +115,11 @@ def _answers(outputs: Sequence[Output]) -> dict[str, Any]:
     space = " " if asked[0].role == LABEL else ""
     chosen = [one.answers[one.chosen] for one in asked]
     likely = [min(one.answers, key=lambda answer: answer.rank) for one in asked]
-    shares = [answer.probability for answer in chosen]
+    shares = [answer.probability for answer in chosen if answer.probability is not None]
     return {
         "target": space.join(answer.text for answer in chosen),
         "prediction": space.join(answer.text for answer in likely),
-        "probability": None if None in shares else float(np.prod(shares, dtype=float)),
+        "probability": math.prod(shares) if len(shares) == len(chosen) else None,
     }
 
 

@@ -41,7 +41,8 @@ def linear_attention(
     query, key = heads.q, heads.k
     decay = decay if torch.is_tensor(decay) else None
     steps = [t for t in (decay, beta) if torch.is_tensor(t)]
-    if any(t.dim() > 2 and t.shape[:3] != query.shape[:3] for t in steps):
+    per_token = (query.shape[:3], (*query.shape[:3], 1), query.shape)
+    if any(t.dim() > 2 and t.shape not in per_token for t in steps):
         return
     write = key
     if beta is not None:

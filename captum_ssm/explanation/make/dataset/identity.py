@@ -32,7 +32,7 @@ def hash_of_tokenizer(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     found = hashlib.sha256(type(tokenizer).__name__.encode())
-    rules = getattr(tokenizer, "backend_tokenizer", None)
+    rules: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(rules, "to_str"):
         found.update(rules.to_str().encode())
     elif callable(getattr(tokenizer, "get_vocab", None)):
@@ -60,7 +60,7 @@ def hash_of_rows(rows: Iterable[Any]) -> str:
 
 
 def _config(model: nn.Module) -> bytes:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     held = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
     # Where a model was loaded from, and by which version, changes nothing.
     own = {key: value for key, value in held.items() if key not in ("_name_or_path", "dtype")}
@@ -74,7 +74,8 @@ def _tensor(tensor: Tensor) -> bytes:
             found.update(_tensor(getattr(tensor, name)))
     elif not tensor.is_meta:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        found.update(plain.view(torch.uint8).numpy())
+        held: Any = plain.view(torch.uint8).numpy()
+        found.update(held)
     return found.digest()
 
 

@@ -172,7 +172,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
     known = signature(Explainer).parameters.values()
     options = {one.name: one.default for one in known if one.default is not one.empty}
     left_out = ("tokenizer", "methods", "show_progress")
-    held = {name: value for name, value in (options | given).items() if name not in left_out}
+    held = {name: value for name, value in {**options, **given}.items() if name not in left_out}
     return {name: _plain(value) for name, value in held.items()}
 
 

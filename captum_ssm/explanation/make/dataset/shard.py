@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from captum_ssm.explanation import Example
+from captum_ssm.explanation import Example, Maps
 from captum_ssm.explanation.corpus import RowError
 from captum_ssm.explanation.corpus.shards import OWN, Shard, record
 from captum_ssm.explanation.make.dataset.own import own_values
@@ -42,7 +42,8 @@ class ShardMaker:
         with seeded(self.seed + number):
             outcomes = iter(explainer([one for one in asked if isinstance(one, InputRow)]))
         found = [next(outcomes) if isinstance(one, InputRow) else one for one in asked]
-        records, maps = [], {}
+        records: list[dict[str, Any]] = []
+        maps: dict[int, Sequence[Maps]] = {}
         for index, row, outcome in zip(indices, rows, found, strict=True):
             own = attempt(partial(own_values, types=self.types), row)
             told = attempt(partial(_recorded, explainer), _first_error(outcome, own))
@@ -50,7 +51,7 @@ class ShardMaker:
                 if self.raises:
                     raise RowError(f"row {index} was not explained: {_named(told)}") from told
                 told = {"error": _named(told)}
-            elif outcome.maps:
+            elif isinstance(outcome, Example) and outcome.maps and index is not None:
                 maps[index] = outcome.maps
             kept = {} if isinstance(own, Exception) else own
             records.append({"index": index, **told, **{OWN + k: kept[k] for k in kept}})

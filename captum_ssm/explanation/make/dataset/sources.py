@@ -49,7 +49,7 @@ class Source:
     def everything(self) -> Iterator[Any]:
         """All rows, from the first one on."""
         parts = (self.read(start, start + _STEP) for start in count(0, _STEP))
-        return chain.from_iterable(takewhile(len, parts))
+        return chain.from_iterable(takewhile(bool, parts))
 
 
 def source_of(dataset: Any) -> Source:
