@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _memory import status_mib
 from _record import RESULTS, save
 
 from captum_ssm import MambaLRP, examples, explain_dataset
@@ -90,7 +90,7 @@ def measure_memory(there: Path) -> list[dict[str, Any]]:
         told = subprocess.run(
             run(there / f"memory{count}", count), check=True, capture_output=True, text=True
         )
-        peak = int(told.stdout.split()[-1]) / 1024
+        peak = float(told.stdout.split()[-1])
         rows.append({"measured": "memory", "prompts": count, "peak_mib": peak})
     return rows
 
@@ -154,7 +154,7 @@ def main() -> None:
         parser.add_argument("--process", type=int, nargs=2)
         args = parser.parse_args(sys.argv[2:])
         explained(args.folder, args.count, process=args.process)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(status_mib("VmHWM"))
         return
     torch.set_num_threads(1)
     rows = []

@@ -22,8 +22,8 @@ from playwright.sync_api import sync_playwright
 
 from captum_ssm import examples, explain
 from captum_ssm.examples.digits import compose, glyphs
-from captum_ssm.examples.stories import COLORS, OBJECTS, PRONOUNS
-from captum_ssm.explanation import Explanation
+from captum_ssm.examples.stories import COLORS, KINDS, OBJECTS, PRONOUNS, held_out_story
+from captum_ssm.explanation import Explanation, Report, summarize
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("mamba-lrp", "latim", "unified", "mamba-attribution")
@@ -47,6 +47,7 @@ PICTURES = {
     "page_answer": ("answer", "", (1240, 900), None),
     "page_chat": ("chat", "t=0&template=0&own=1", (1240, 900), None),
     "page_circuit": ("circuit", "", (1240, 900), None),
+    "page_report": ("corpus", "", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
@@ -139,6 +140,24 @@ def forecast() -> Explanation:
     return explain(model, table, target="price, 3 ahead", methods=METHODS, title="A forecast")
 
 
+def corpus(count: int = 2000) -> Report:
+    """Held-out stories by two models."""
+    rng = random.Random(0)
+    drawn = [held_out_story(rng, rng.choice((12, 20, 28)), KINDS[k % 3]) for k in range(count)]
+    texts, targets = [], []
+    for story in drawn:
+        end = story.questions[-1].position + 1
+        said = " ".join(story.words[:end]).replace(" 's", "'s").replace(" .", ".")
+        texts.append(said)
+        targets.append(" " + story.words[end])
+    first, other = (
+        explain(*examples.load(name), texts, target=targets, alternatives=1)
+        for name in ("stories-mamba", "stories-mamba2")
+    )
+    kinds = [story.questions[-1].kind for story in drawn]
+    return summarize(first, by=kinds, against=other, title=f"{count:,} stories")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -165,6 +184,7 @@ def main() -> None:
             circuit,
             digits,
             forecast,
+            corpus,
         ):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")
@@ -173,7 +193,7 @@ def main() -> None:
             name, state, (width, height), token = PICTURES[picture]
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
-            tab.locator(".part:not(.gone), .picture, .series").first.wait_for()
+            tab.locator(".part:not(.gone), .picture, .series").first.wait_for(state="attached")
             tab.wait_for_timeout(500)
             if token is not None:
                 tab.locator(f"[id$='-{token}']").first.hover()

@@ -14,6 +14,7 @@ from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, StateStandIns, with_leaves
 from captum_ssm.attr.segments import (
     COMPARED,
+    Forms,
     FormStandIns,
     SegmentedRun,
     check_text,
@@ -181,9 +182,8 @@ class MambaLRP(TokenAttribution):
 
         last = asked(place_after(starts[-1], tokens))
         begin = request.of_tokens(0, compared)
-        rules, frozen = self._propagated(begin, asked(lambda _: compared - 1), FormStandIns)
-        self._warn(frozen)
-        forms, score_of = rules.forms, partial(read_score, target=last.target)
+        forms = self._forms(begin, asked(lambda _: compared - 1))
+        score_of = partial(read_score, target=last.target)
         with memory_limit(self.memory_limit):
             if self.check:
                 compare(SegmentedRun(begin, forms, (0, compared // 2), self.get_name()))
@@ -191,6 +191,12 @@ class MambaLRP(TokenAttribution):
             run.forward()
             relevance, score = run.backward(partial(score_of, position=last.position))
         return format_output(request.packed, (relevance.to(request.inputs[0].device),)), score
+
+    def _forms(self, begin: Request, arguments: Arguments) -> Forms:
+        # What mixers return at the beginning of a text, whose graph is then gone.
+        rules, frozen = self._propagated(begin, arguments, FormStandIns)
+        self._warn(frozen)
+        return rules.forms
 
     def _propagated(
         self, request: Request, arguments: Arguments, stand_ins: Callable[[Request], StandIns]

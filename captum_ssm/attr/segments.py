@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -137,6 +138,7 @@ class SegmentedRun:
         starts (list of int): of each segment, its first token.
         name (str): of the method, for errors.
         bounds (list of list of Past): what each mixer has kept before each segment.
+        blocks (list of Tensor): of all segments, the numbers that are kept between them.
     """
 
     request: Request
@@ -144,6 +146,7 @@ class SegmentedRun:
     starts: Sequence[int]
     name: str
     bounds: list[list[Past]] = field(default_factory=lambda: [[]])
+    blocks: list[Tensor] = field(default_factory=list)
 
     def forward(self) -> None:
         """Run all segments but the last without a graph, and store what is kept between them."""
@@ -153,7 +156,7 @@ class SegmentedRun:
             stand_ins = SegmentStandIns(request, self.forms, self.bounds[k])
             with torch.no_grad():
                 record(self._without_logits(request), also=stand_ins.picks, substitute=stand_ins)
-            self.bounds.append(stand_ins.kept)
+            self.bounds.append(self._stored(k, stand_ins.kept))
             bar.advance()
 
     def backward(self, score: Score) -> tuple[Tensor, Tensor]:
@@ -206,11 +209,21 @@ class SegmentedRun:
         def relevance_of(starts: list[Tensor]) -> list[Tensor]:
             both = [*starts, *begun]
             gradients = coefficients_at(both, reached)
-            coefficients.extend(gradients[len(starts) :])
+            # Parts of larger tensors, which would wait with them for the segment before.
+            coefficients.extend(x if x is None else x.clone() for x in gradients[len(starts) :])
             return times(starts, gradients[: len(starts)])
 
         (relevance,) = stand_ins.of_inputs(relevance_of)
         return relevance.detach(), reached.detach(), coefficients
+
+    def _stored(self, k: int, kept: Sequence[Past]) -> list[Past]:
+        # In blocks that are there from the first boundary on: small tensors that stay between large
+        # ones that are freed would keep malloc from using that memory for the next large ones.
+        tensors = [x for past in kept for x in past.tensors]
+        if k == 0:
+            self.blocks[:] = [x.new_empty(len(self.starts) - 1, *x.shape) for x in tensors]
+        places = iter([block[k].copy_(x) for block, x in zip(self.blocks, tensors, strict=True)])
+        return [past.of(list(islice(places, len(past.tensors)))) for past in kept]
 
     def _of(self, k: int) -> Request:
         stop = self.starts[k + 1] if k + 1 < len(self.starts) else self.tokens

@@ -8,7 +8,7 @@ from captum_ssm.cli.parser import listed
 from captum_ssm.explanation import Explanation
 
 
-def check_output(path: Path | None, endings: tuple[str, ...]) -> None:
+def check_output(path: Path | None, endings: tuple[str, ...], name: str = "--output") -> None:
     """Raise unless a file of one of these kinds can be written there.
 
     Raises:
@@ -17,12 +17,10 @@ def check_output(path: Path | None, endings: tuple[str, ...]) -> None:
     if path is None:
         return
     if path.suffix not in endings:
-        raise ValueError(
-            f"--output is {path}; expected a name that ends in {listed(endings, 'or')}."
-        )
+        raise ValueError(f"{name} is {path}; expected a name that ends in {listed(endings, 'or')}.")
     if not path.parent.is_dir():
         raise ValueError(
-            f"--output is {path}, and there is no folder {path.parent}; create it, or name another."
+            f"{name} is {path}, and there is no folder {path.parent}; create it, or name another."
         )
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "replay": "Explain what a served model answered, from the log of its server.",
     "supported": "Report which methods explain a model, and how exactly.",
     "compare": "Show the difference of two saved explanations, or of two methods.",
+    "report": "Report what many explanations have in common, and how two runs differ.",
     "show": "Open the page of a saved explanation in the browser.",
 }
 

@@ -1,6 +1,12 @@
 """Explanations as data: kept, opened again, compared and shown without the model."""
 
 from captum_ssm.explanation.corpus import ExplainedDataset, RowError, open_dataset
+from captum_ssm.explanation.corpus.changes import Change
+from captum_ssm.explanation.corpus.parts import ReportExample
+from captum_ssm.explanation.corpus.report import Report
+from captum_ssm.explanation.corpus.shares import Difference, Share
+from captum_ssm.explanation.corpus.slices import Slice
+from captum_ssm.explanation.corpus.summarize import summarize
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.parts import (
     Answer,
@@ -17,7 +23,9 @@ from captum_ssm.explanation.summary import Mean, Summary
 
 __all__ = [
     "Answer",
+    "Change",
     "Contrast",
+    "Difference",
     "Example",
     "ExplainedDataset",
     "Explanation",
@@ -25,10 +33,15 @@ __all__ = [
     "Mean",
     "Method",
     "Output",
+    "Report",
+    "ReportExample",
     "RowError",
+    "Share",
+    "Slice",
     "Span",
     "Summary",
     "Token",
     "Validation",
     "open_dataset",
+    "summarize",
 ]

@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Interval:
-    """A score over samples and its confidence interval.
-
-    Args:
-        value (float): the score over all samples.
-        low, high (float): the ends of the interval.
-        samples (int): number of samples.
-
-    Examples::
-
-        >>> captum_ssm.metrics.Interval(0.5, 0.4, 0.6, samples=100).low
-        0.4
-    """
-
-    value: float
-    low: float
-    high: float
-    samples: int
-
-    def __str__(self) -> str:
-        if self.samples == 1:  # which says nothing of others
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+from captum_ssm.utils.intervals import Interval
 
 
 def bootstrap(

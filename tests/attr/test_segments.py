@@ -79,20 +79,34 @@ def test_memory_is_that_of_one_segment():
     assert method.attribute(text, target=3, segment=64).shape == text.shape
 
 
-def test_what_is_kept_between_segments_does_not_grow(monkeypatch):
-    kept = []
-    forward = SegmentedRun.forward
+@pytest.mark.parametrize("tokens", [40, 120])
+def test_what_is_kept_between_segments_does_not_grow(monkeypatch, tokens):
+    kept, handed_on = [], []
+    forward, propagated = SegmentedRun.forward, SegmentedRun._propagated
 
     def watched(run):
         forward(run)
-        tensors = [[x for past in bound for x in past.tensors] for bound in run.bounds[1:]]
-        assert all(x.untyped_storage().nbytes() <= 2 * x.nbytes for one in tensors for x in one)
-        kept.append([sum(x.nbytes for x in one) for one in tensors])
+        kept.append([[x for past in bound for x in past.tensors] for bound in run.bounds[1:]])
+
+    def handing_on(run, *arguments):
+        found = propagated(run, *arguments)
+        handed_on.extend(x for x in found[-1] if x is not None)
+        return found
 
     monkeypatch.setattr(SegmentedRun, "forward", watched)
-    MambaLRP(build("mamba")).attribute(ids(1, 40), target=3, segment=8)
-    assert len(kept[-1]) == 4
-    assert len(set(kept[-1])) == 1
+    monkeypatch.setattr(SegmentedRun, "_propagated", handing_on)
+    MambaLRP(build("mamba")).attribute(ids(1, tokens), target=3, segment=8)
+    tensors = [x for one in kept[-1] for x in one]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    # Nothing but the numbers of states and tails is held, at each boundary as many.
+    assert sum(storages.values()) == sum(x.nbytes for x in tensors)
+    assert {sum(x.nbytes for x in one) for one in kept[-1]} == {
+        sum(storages.values()) * 8 // (tokens - 8)
+    }
+    # One block per state or tail, whatever the number of boundaries.
+    assert len(storages) == len(kept[-1][0])
+    assert handed_on
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in handed_on)
 
 
 def test_hybrids_are_refused():

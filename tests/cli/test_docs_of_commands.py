@@ -24,6 +24,7 @@ def test_the_page_has_commands_of_each_kind():
         "replay",
         "supported",
         "compare",
+        "report",
         "show",
     }
 

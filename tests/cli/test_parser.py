@@ -20,8 +20,8 @@ from captum_ssm.cli.parser import COMMANDS
 NOT_UNDERSTOOD = {
     "": "the following arguments are required: COMMAND",
     "explan": "COMMAND is 'explan'. Did you mean explain?",
-    "magic": "COMMAND is 'magic'. Expected explain, run, circuit, replay, supported, compare or "
-    "show.",
+    "magic": "COMMAND is 'magic'. Expected explain, run, circuit, replay, supported, compare, "
+    "report or show.",
     "explain M": "one of the arguments --text --ids --input --messages --image is required",
     "explain --text a": "the following arguments are required: MODEL",
     "explain M --txt a": "captum-ssm explain has no option --txt. Did you mean --text?",

@@ -19,7 +19,7 @@ import captum_ssm.explanation.page as page_package
 from captum_ssm.explanation import Span
 from captum_ssm.explanation.page import notebook_bundle, page_html, widget
 from captum_ssm.explanation.page.data import MOST_CELLS, packed, page_data, pooled
-from captum_ssm.explanation.page.html import MODULES, script, stylesheet
+from captum_ssm.explanation.page.html import MODULES, OF_REPORTS, script, stylesheet
 from captum_ssm.explanation.page.opening import opening_of
 from captum_ssm.utils.colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 
@@ -81,11 +81,15 @@ def test_a_page_loads_nothing_and_runs_one_script():
 
 def test_every_module_is_in_the_page_once():
     static = Path(page_package.__file__).parent / "static"
-    assert {path.stem for path in static.glob("*.js")} == set(MODULES)
-    assert not re.search(r"^(import|export) ", script(), re.MULTILINE)
-    for name in MODULES:
+    modules = (*MODULES, *OF_REPORTS)
+    assert {path.stem for path in static.glob("*.js")} == set(modules)
+    joined = script(report=True)
+    assert not re.search(r"^(import|export) ", joined, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:const|let|class|function) (\w+)", joined, re.MULTILINE)
+    assert len(names) == len(set(names))
+    for name in modules:
         imports = re.findall(r'from "\./(\w+)\.js"', (static / f"{name}.js").read_text("utf-8"))
-        assert all(MODULES.index(other) < MODULES.index(name) for other in imports)
+        assert all(modules.index(other) < modules.index(name) for other in imports)
 
 
 def test_colors_are_those_of_the_figures():

@@ -5,6 +5,13 @@ data) and *shards*: each is a fixed number of consecutive rows of the data set, 
 (:mod:`shards`: an example as a row, and back) with its maps, if any, in safetensors' format next to
 it. :mod:`writing` puts a file into the folder as a whole or not at all, and a shard's Parquet file
 is written last: where it lies, the shard is finished. :mod:`opened` reads a folder, shard by shard.
+
+:mod:`summarize` reads such a folder, or an explanation of many texts, into a report: each example
+becomes a few numbers (:mod:`readings`), these become mean shares with intervals (:mod:`shares`), of
+all examples and of parts of them (:mod:`slices`), by where they look (:mod:`profiles`), and against
+another run (:mod:`changes`); :mod:`report` is the result, :mod:`told` prints it, :mod:`shown` and
+:mod:`page_data` make the data of its page.
+
 Nothing here needs PyTorch; :mod:`captum_ssm.explanation.make.dataset` writes these folders.
 """
 

@@ -9,6 +9,7 @@ import json
 import re
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from captum_ssm.explanation.page.data import page_data
 from captum_ssm.explanation.parts import ExplanationData
@@ -20,6 +21,8 @@ OF_CIRCUITS = (
 )
 # They show a whole answer, and only come with an explanation that has one of several tokens.
 OF_ANSWERS = ("answer_trace", "answer_words", "answer_picture", "answer_picker", "answer")
+# They draw a report, and only come with one.
+OF_REPORTS = ("report_bars", "report_text", "report_cloud", "report_list", "report_parts", "report")
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
     *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors"),
@@ -55,6 +58,11 @@ const data = JSON.parse(document.getElementById("captum-data").textContent);
 openPage(document.body, data, { whole: true });
 """
 
+_START_REPORT = """
+const data = JSON.parse(document.getElementById("captum-data").textContent);
+openReport(document.body, data);
+"""
+
 
 def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str:
     """The page of an explanation: one HTML file that needs no network and no other file.
@@ -84,19 +92,8 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
             f"{len(explanation.methods)} methods; a page needs at least one of each."
         )
     data = page_data(explanation)
-    # Legal in JSON strings alone, so no value changes; and nothing in the data can end its element.
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    text = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
     extras = extras_of(data)
-    style, code = stylesheet(*extras), script(*extras) + _START
-    page = _PAGE.format(
-        title=html.escape(explanation.title).encode("ascii", "xmlcharrefreplace").decode(),
-        style=style,
-        script=code,
-        data=text,
-        style_hash=_hash(style),
-        script_hash=_hash(code),
-    )
+    page = _document(explanation.title, data, stylesheet(*extras), script(*extras) + _START)
     if len(page) > size_limit:
         raise ValueError(
             f"The page would have {len(page) / 2**20:.1f} MiB, and the limit is "
@@ -106,6 +103,33 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
     return page
 
 
+def report_html(data: dict[str, Any]) -> str:
+    """The page of a report, with the page of an explanation inside for the examples it shows.
+
+    Args:
+        data (dict): of the format ``captum_ssm.report/1``.
+
+    Returns:
+        str: the page. Write it with ``encoding="utf-8"``.
+    """
+    extras = (*extras_of(data["shown"]), True)
+    return _document(data["title"], data, stylesheet(*extras), script(*extras) + _START_REPORT)
+
+
+def _document(title: str, data: dict[str, Any], style: str, code: str) -> str:
+    # Legal in JSON strings alone, so no value changes; and nothing in the data can end its element.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    return _PAGE.format(
+        title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        style=style,
+        script=code,
+        data=text,
+        style_hash=_hash(style),
+        script_hash=_hash(code),
+    )
+
+
 def extras_of(data: dict) -> tuple[bool, bool]:
     """Whether any example of a page's data has a circuit, and whether one has a whole answer."""
     examples = data["examples"]
@@ -113,17 +137,19 @@ def extras_of(data: dict) -> tuple[bool, bool]:
 
 
 @cache
-def stylesheet(circuits: bool = True, answers: bool = True) -> str:
-    """The style, with that of circuits and of whole answers or without."""
-    names = ("page", *(("flow",) if circuits else ()), *(("answer",) if answers else ()))
+def stylesheet(circuits: bool = True, answers: bool = True, report: bool = False) -> str:
+    """The style, with that of circuits, of whole answers and of reports or without."""
+    wanted = {"page": True, "flow": circuits, "answer": answers, "report": report}
+    names = [name for name, is_there in wanted.items() if is_there]
     return "".join(_read(f"{name}.css") for name in names)
 
 
 @cache
-def script(circuits: bool = True, answers: bool = True) -> str:
+def script(circuits: bool = True, answers: bool = True, report: bool = False) -> str:
     """The modules as one: without their imports and exports, which have the same names."""
     left_out = {*(() if circuits else OF_CIRCUITS), *(() if answers else OF_ANSWERS)}
-    names = [name for name in MODULES if name not in left_out]
+    modules = (*MODULES, *OF_REPORTS) if report else MODULES
+    names = [name for name in modules if name not in left_out]
     joined = "\n".join(_read(f"{name}.js") for name in names)
     joined = re.sub(r"^import \{[^}]*\} from [^;]*;\n", "", joined, flags=re.MULTILINE)
     return re.sub(r"^export ", "", joined, flags=re.MULTILINE)

@@ -77,7 +77,10 @@ def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:
         >>> data["text/html"].startswith("<iframe")
         True
     """
-    data = {"text/html": _frame(explanation), "text/plain": explanation.title}
+    data = {
+        "text/html": framed(page_html(explanation), explanation.title),
+        "text/plain": explanation.title,
+    }
     try:
         shown = widget(explanation)._repr_mimebundle_(**formats)
     except ImportError:
@@ -86,10 +89,19 @@ def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:
     return {**live, **data}, metadata
 
 
-def _frame(explanation: ExplanationData) -> str:
-    title = html.escape(explanation.title)
+def framed(page: str, title: str) -> str:
+    """A page in a frame of its own, as a notebook shows it without a kernel.
+
+    Args:
+        page (str): the whole page.
+        title (str): what is read where frames are removed.
+
+    Returns:
+        str: one line of HTML.
+    """
+    title = html.escape(title)
     # One line: a notebook's file has each line as a string of its own.
-    page = html.escape(page_html(explanation)).replace("\n", "&#10;")
+    page = html.escape(page).replace("\n", "&#10;")
     # What removes frames, as GitHub does, removes styles as well: then the text is seen.
     return (
         f'<iframe title="{title}" srcdoc="{page}" sandbox="allow-scripts" '

@@ -1,0 +1,149 @@
+"""What the script of a report's page reads: the format ``captum_ssm.report/1``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from captum_ssm.explanation.corpus.parts import PLACES, ReportData
+from captum_ssm.explanation.corpus.shares import Difference, Share
+from captum_ssm.explanation.corpus.slices import Slice
+from captum_ssm.explanation.page.data import page_data
+from captum_ssm.explanation.parts import ExplanationData
+
+FORMAT = "captum_ssm.report/1"
+MOST_TEXTS = 900_000  # characters of the examples that are shown as texts
+MOST_LISTED = 4000  # examples; of more, evenly spaced ones
+MOST_SLICES = 40
+MOST_KEYS = {True: 30, False: 12}  # of all examples, and of a slice
+
+
+def report_data(report: ReportData) -> dict[str, Any]:
+    """The report as JSON, of bounded size however large the corpus is."""
+    shown, other = _texts(report)
+    step = -(-len(report.examples) // MOST_LISTED)
+    listed = [
+        one for k, one in enumerate(report.examples) if k % step == 0 or one.index in shown[0]
+    ]
+    names = list(dict.fromkeys(name for one in listed for name in one.columns))
+    return {
+        "format": FORMAT,
+        "title": report.title,
+        "model": report.model,
+        "method": report.method,
+        "units": report.units,
+        "count": len(report.examples),
+        "right": _number(report.right),
+        "own": _number(report.own),
+        "errors": [[i, error] for i, error in list(report.errors.items())[:20]],
+        "failed": len(report.errors),
+        "notes": list(report.notes),
+        "shares": _shares(report.shares, True),
+        "slices": [_slice(one) for one in report.slices[:MOST_SLICES]],
+        "change": _change(report),
+        "listed": {
+            "index": [one.index for one in listed],
+            "text": [one.text for one in listed],
+            "target": [one.target for one in listed],
+            "prediction": [None if one.right else one.prediction for one in listed],
+            "right": [one.right for one in listed],
+            "p": [_number(one.probability, 3) for one in listed],
+            "length": [one.length for one in listed],
+            "group": [one.group for one in listed],
+            "distance": [_number(one.distance, 3) for one in listed],
+            "place": [[_number(v, 3) for v in one.place] for one in listed],
+            "moved": [_number(one.moved, 3) for one in listed],
+            "flipped": [int(one.flipped) for one in listed],
+            **{f"column {name}": [_plain(one.columns[name]) for one in listed] for name in names},
+        },
+        "columns": names,
+        "shown": shown[1],
+        "rows": shown[0],
+        "other": other[1],
+        "otherRows": other[0],
+    }
+
+
+def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
+    # The most wanted examples, as many as there is room for; of two runs both.
+    rows: list[int] = []
+    size = 0
+    for row, one in report.shown.items():
+        both = [one, *([report.shown_other[row]] if row in report.shown_other else [])]
+        size += sum(len(json.dumps(page_data(_light(each)))) for each in both)
+        if rows and size > MOST_TEXTS:
+            break
+        rows.append(row)
+    others = [row for row in rows if row in report.shown_other]
+    return (
+        (rows, page_data(_joined([report.shown[row] for row in rows]))),
+        (others, page_data(_joined([report.shown_other[r] for r in others])) if others else None),
+    )
+
+
+def _joined(parts: Sequence[ExplanationData]) -> ExplanationData:
+    light = [_light(one) for one in parts]
+    return replace(light[0], examples=tuple(one.examples[0] for one in light))
+
+
+def _light(explanation: ExplanationData) -> ExplanationData:
+    (example,) = explanation.examples
+    lens = tuple(replace(output, lens=()) for output in example.outputs)
+    return replace(explanation, examples=(replace(example, maps=(), circuits=(), outputs=lens),))
+
+
+def _shares(shares: Mapping[str, tuple[Share, ...]], is_all: bool) -> dict[str, list[Any]]:
+    found = {}
+    for kind, entries in shares.items():
+        most = len(entries) if kind in PLACES else MOST_KEYS[is_all]
+        found[kind] = [
+            [one.key, one.examples, *(_number(v, 3) for v in _numbers(one))]
+            for one in entries[:most]
+        ]
+    return found
+
+
+def _numbers(one: Share) -> Iterable[float]:
+    return one.share, one.low, one.high, one.total, one.leaning
+
+
+def _slice(part: Slice) -> dict[str, Any]:
+    return {
+        "by": part.by,
+        "name": part.name,
+        "count": len(part.examples),
+        "right": _number(part.right),
+        "p": _number(part.probability),
+        "shares": _shares(part.shares, False),
+        "apart": [_difference(one) for one in part.apart[:8]],
+        "typical": list(part.typical),
+        "untypical": list(part.untypical),
+    }
+
+
+def _difference(one: Difference) -> list[Any]:
+    numbers = (one.here, one.elsewhere, one.low, one.high)
+    return [one.kind, one.key, *(_number(value, 3) for value in numbers)]
+
+
+def _change(report: ReportData) -> dict[str, Any] | None:
+    change = report.change
+    if change is None:
+        return None
+    return {
+        "other": change.other,
+        "moved": [_number(v) for v in (change.moved.value, change.moved.low, change.moved.high)],
+        "flipped": len(change.flipped),
+        "unpaired": change.unpaired,
+        "shares": [_difference(one) for one in change.shares.get(report.units, ())[:20]],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (int, str)) else str(value)
+
+
+def _number(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")

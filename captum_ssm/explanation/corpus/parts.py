@@ -1,0 +1,87 @@
+"""What a report is made of: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from captum_ssm.explanation.corpus.changes import Change
+from captum_ssm.explanation.corpus.shares import Share
+from captum_ssm.explanation.corpus.slices import Slice
+from captum_ssm.explanation.parts import ExplanationData
+
+LISTED = 10  # of a table, in print
+PLACES = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
+
+
+@dataclass(frozen=True)
+class ReportExample:
+    """One example of a report, in a line.
+
+    Args:
+        index (int): its row of the data.
+        name, text (str): shortened; the text's end is kept.
+        target, prediction (str): what is explained, and the likeliest answer.
+        right (bool or None): whether they are the same; None where no target was given.
+        probability (float or None): of the target.
+        length (int): how many tokens are read.
+        own (float): the reading token's share, which all other numbers leave out.
+        group (str or None): the name of the slice of examples that look alike.
+        distance (float): from the mean profile of the group, 0 to 1: the larger, the less typical.
+        place (tuple of float): in the plane in which examples differ most.
+        columns (dict): the user's own values.
+        moved (float or None): the part of the relevance that lies elsewhere in the other run.
+        flipped (bool): whether the other run predicts something else.
+
+    Examples::
+
+        >>> report = summarize(explain(model, tokenizer, ["w3 w4 w5", "w4 w6"]))
+        >>> [(one.index, one.length) for one in report.examples]
+        [(0, 3), (1, 2)]
+    """
+
+    index: int
+    name: str
+    text: str
+    target: str
+    prediction: str
+    right: bool | None
+    probability: float | None
+    length: int
+    own: float
+    group: str | None
+    distance: float
+    place: tuple[float, float]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    moved: float | None = None
+    flipped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData:
+    """The fields of :class:`Report`, for the functions that it is built on."""
+
+    title: str
+    model: str
+    method: str
+    units: str
+    examples: tuple[ReportExample, ...]
+    shares: Mapping[str, tuple[Share, ...]]
+    slices: tuple[Slice, ...]
+    change: Change | None
+    errors: Mapping[int, str]
+    shown: Mapping[int, ExplanationData]
+    shown_other: Mapping[int, ExplanationData]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> float | None:
+        """The part of the examples that is predicted right; None where no target was given."""
+        known = [one.right for one in self.examples if one.right is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def own(self) -> float:
+        """The mean share of the token at which the answer is read."""
+        return sum(one.own for one in self.examples) / len(self.examples)
