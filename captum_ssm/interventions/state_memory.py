@@ -198,7 +198,8 @@ def state_report(
 
     Args:
         model (nn.Module or nnsight model): the model.
-        inputs (iterable): of token ids ``(L,)`` or ``(B, L)``, without padding, or of texts.
+        inputs (iterable): of token ids ``(L,)`` or ``(B, L)``, or of texts. Padding would
+            be counted as any token: give inputs of different lengths one by one.
         tokenizer (Callable, optional): of texts, and for the texts of tokens. Default: None
         layers (int, str or list, optional): mixers by index or path; None for all that keep a
             state. Default: None
@@ -211,7 +212,7 @@ def state_report(
 
     Raises:
         UnsupportedModelError: no layer, or not each of the named ones, keeps a state of one scan.
-        InputError: for no inputs, texts without a tokenizer, padding, or ids of another shape.
+        InputError: for no inputs, texts without a tokenizer, or ids of another shape.
 
     Examples::
 
@@ -226,7 +227,6 @@ def state_report(
     counts, refused = np.zeros(0), {}
     for ids in _each(inputs, tokenizer):
         frozen = freeze(Request.of(model, None, ids), query=False, check=check)
-        _check_padding(frozen)
         refused = {} if layers is not None else _refused(frozen)
         for layer in with_states(frozen, layers):
             one = sums.setdefault(layer.name, _Sums(memory_of(layer.mixer)))
@@ -364,14 +364,6 @@ def _refused(frozen: FrozenModel) -> dict[str, str]:
         except UnsupportedModelError as error:
             reasons[layer.name] = str(error)
     return reasons
-
-
-def _check_padding(frozen: FrozenModel) -> None:
-    if frozen.mask is not None and not frozen.mask.bool().all():
-        raise InputError(
-            "an input has padding, whose tokens would be counted; expected token ids without "
-            "padding. Give the texts one by one."
-        )
 
 
 def _each(inputs: Iterable[Any], tokenizer: Any) -> Iterator[Tensor]:
