@@ -211,7 +211,7 @@ class TokenAttribution(Attribution):
 
     @classmethod
     def reads_whole_maps(cls, **options: Any) -> bool:
-        """Whether a row depends on the rows of later tokens, given options of ``attribute``."""
+        """Whether a row depends on rows of later tokens, or of padding, given options."""
         return False
 
     @classmethod

@@ -63,6 +63,13 @@ def test_what_is_asked_goes_with_its_text(asked, tokenizer):
     assert_close(several, [explain(model, tokenizer, text, **asked) for text in TEXTS])
 
 
+@pytest.mark.parametrize("options", [{"discard_ratio": 0.6}, {"min_max": True}])
+def test_maps_that_are_rescaled_as_a_whole_see_no_padding(options, tokenizer):
+    model, asked = tiny("mamba"), {"methods": {"rollout": options, "mamba-attribution": {}}}
+    several = explain(model, tokenizer, TEXTS, **asked)
+    assert_close(several, [explain(model, tokenizer, text, **asked) for text in TEXTS])
+
+
 def test_a_list_takes_few_runs(tokenizer):
     model = tiny("mamba")
     texts = [" ".join(f"w{3 + (7 * k + i) % 30}" for i in range(2 + k % 9)) for k in range(64)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -178,10 +178,9 @@ def _jobs(one: Asked, k: int, needs_target: bool, whole: bool) -> list[_Job]:
     jobs = []
     for rows in same.values():
         question = one.questions[rows[0]]
-        of = OneInput(one.run, one.inputs)
-        end = question.position
-        if whole and end is not None:  # a row must not see later tokens
-            of = of.until(end + 1)
+        of, end = OneInput(one.run, one.inputs), question.position
+        if whole and end is not None:  # a row must not see later tokens, nor padding
+            of = OneInput(replace(one.run, is_causal=False), one.inputs).until(end + 1)
         kind = (question.is_target, question.explained) if needs_target else ()
         jobs.append(_Job(k, rows, of, question, needs_target, kind))
     return jobs
