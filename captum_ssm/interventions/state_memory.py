@@ -46,13 +46,6 @@ class LayerMemory:
             ... tokens; NaN for a diagonal recurrence, and for a state of zeros.
         change (np.ndarray): ``(R, H)``, the norm of the last token's change of the state over the
             state's norm; NaN for a state of zeros.
-
-    Examples::
-
-        >>> report = captum_ssm.interventions.state_report(model, input_ids)
-        >>> layer = report.layers["backbone.layers.0.mixer"]
-        >>> layer.kind, layer.sinks.shape, layer.change.shape
-        ('diagonal', (7, 1), (3, 1))
     """
 
     kind: str
@@ -73,12 +66,6 @@ class TokenSink:
         count (int): occurrences.
         shares (dict of str to float): by layer, the mean share of an occurrence, over the heads.
         excess (dict of str to float): by layer, the mean of that share over an even share, 1 / L.
-
-    Examples::
-
-        >>> report = captum_ssm.interventions.state_report(model, input_ids)
-        >>> sum(one.count for one in report.tokens)
-        7
     """
 
     id: int
@@ -198,8 +185,7 @@ def state_report(
 
     Args:
         model (nn.Module or nnsight model): the model.
-        inputs (iterable): of token ids ``(L,)`` or ``(B, L)``, or of texts. Padding would
-            be counted as any token: give inputs of different lengths one by one.
+        inputs (iterable): of token ids ``(L,)`` or ``(B, L)``, without padding, or of texts.
         tokenizer (Callable, optional): of texts, and for the texts of tokens. Default: None
         layers (int, str or list, optional): mixers by index or path; None for all that keep a
             state. Default: None
@@ -212,7 +198,7 @@ def state_report(
 
     Raises:
         UnsupportedModelError: no layer, or not each of the named ones, keeps a state of one scan.
-        InputError: for no inputs, texts without a tokenizer, or ids of another shape.
+        InputError: for no inputs, texts without a tokenizer, padding, or ids of another shape.
 
     Examples::
 
@@ -227,6 +213,7 @@ def state_report(
     counts, refused = np.zeros(0), {}
     for ids in _each(inputs, tokenizer):
         frozen = freeze(Request.of(model, None, ids), query=False, check=check)
+        _check_padding(frozen)
         refused = {} if layers is not None else _refused(frozen)
         for layer in with_states(frozen, layers):
             one = sums.setdefault(layer.name, _Sums(memory_of(layer.mixer)))
@@ -364,6 +351,14 @@ def _refused(frozen: FrozenModel) -> dict[str, str]:
         except UnsupportedModelError as error:
             reasons[layer.name] = str(error)
     return reasons
+
+
+def _check_padding(frozen: FrozenModel) -> None:
+    if frozen.mask is not None and not frozen.mask.bool().all():
+        raise InputError(
+            "an input has padding, whose tokens would be counted; expected token ids without "
+            "padding. Give the texts one by one."
+        )
 
 
 def _each(inputs: Iterable[Any], tokenizer: Any) -> Iterator[Tensor]:

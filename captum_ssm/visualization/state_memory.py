@@ -76,7 +76,6 @@ def _half_lives(axes: Any, report: StateReport, colors: list[Any]) -> None:
             row += 1
         axes.axhline(row - 0.5, color=LINE, linewidth=0.8)
     axes.set_xscale("log")
-    axes.tick_params(axis="x", which="minor", labelsize=SMALL)
     axes.set(ylim=(row - 0.5, -0.5), xlabel="tokens")
     step = -(-len(ticks) // 24)
     axes.set_yticks(ticks[::step], [f"layer {k}" for k in range(0, len(ticks), step)])

@@ -35,12 +35,7 @@ def test_a_planted_half_life_of_channels():
     report = state_report(model, [ids(2, 12), ids(1, 5)[0]])
     for layer, tokens in zip(report.layers.values(), (7, 50), strict=True):
         np.testing.assert_allclose(layer.half_lives, tokens, rtol=0.01)
-        assert (layer.unreached == 0).all()
     assert report.sequences == 3
-    mixer.A_log.fill_(-60)  # nothing decays
-    (layer,) = state_report(model, [ids(1, 5)], layers=-1).layers.values()
-    assert np.isinf(layer.half_lives).all()
-    assert (layer.unreached == 1).all()
 
 
 @torch.no_grad()
