@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
+from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
@@ -143,13 +143,6 @@ def states(
     """
     request = Request.of(model, None, inputs, additional_forward_args)
     frozen = freeze(request, query=False, check=check)
-    return {layer.name: layer_state(layer, positions) for layer in with_states(frozen, layers)}
-
-
-def with_states(
-    frozen: FrozenModel, layers: int | str | list[int | str] | None
-) -> list[FrozenCall]:
-    """The named layers, or for None all that keep a state, of which there has to be one."""
     chosen = frozen.select(layers)
     if layers is None:
         chosen = [layer for layer in chosen if has_operator(memory_of, layer.mixer)]
@@ -158,11 +151,10 @@ def with_states(
             f"none of the {len(frozen.layers)} mixers of this model keeps a state of one scan; "
             "expected a recurrent layer."
         )
-    return chosen
+    return {layer.name: _state(layer, positions) for layer in chosen}
 
 
-def layer_state(layer: FrozenCall, positions: Tokens) -> LayerState:
-    """The state of one frozen layer after some tokens."""
+def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
     mixer = layer.mixer
     operator, values = memory_of(mixer), mixer.values
     L = operator.length
