@@ -28,8 +28,8 @@ class StateReport:
 
     Args:
         half_lives (list): per layer and channel or head: ``half_life`` in tokens (the median over
-            inputs of each input's median) with the ends ``low`` and ``high`` of its 95 % interval,
-            the quantiles ``q10`` and ``q90`` of all writes, and ``outlives``, the part of writes
+            inputs of each input's median) with the ends ``low`` and ``high`` of its 95 % interval (NaN
+            below six inputs), the quantiles ``q10`` and ``q90`` of all writes, and ``outlives``, the part of writes
             of which half or more is left at the end of their text.
         positions (list): per layer, ``measure`` and range of positions ``start <= t < stop``:
             ``mean``, ``low``, ``high`` and ``inputs``. Measures by head (a diagonal layer is one)
@@ -64,9 +64,7 @@ class StateReport:
             ValueError: for another table.
         """
         if table not in ("half_lives", "positions", "sinks"):
-            raise ValueError(
-                f"table is {table!r}; expected 'half_lives', 'positions' or 'sinks'."
-            )
+            raise ValueError(f"table is {table!r}; expected 'half_lives', 'positions' or 'sinks'.")
         import pandas as pd
 
         return pd.DataFrame(getattr(self, table))

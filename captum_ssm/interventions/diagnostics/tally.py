@@ -54,11 +54,14 @@ class Medians:
         self.inputs.add(largest, known, np.full(known.shape, True))
 
     def summary(self) -> np.ndarray:
-        """Median, low and high end of the 95 % interval, ``(3, M)``."""
+        """Median, low and high end of the 95 % interval, ``(3, M)``; no ends below six inputs."""
         n = self.inputs.counts.sum((0, 2)).max()
-        spread = 0.98 / np.sqrt(max(n, 1))
-        levels = (0.5, max(0.5 - spread, 0.0), min(0.5 + spread, 1.0))
-        return np.stack([self.inputs.quantile(level) for level in levels])
+        spread = 0.98 / np.sqrt(n)
+        low, high = max(0.5 - spread, 1 / n), min(0.5 + spread, 1.0)
+        found = np.stack([self.inputs.quantile(level) for level in (0.5, low, high)])
+        if n < 6:
+            found[1:] = np.nan
+        return found
 
 
 class Means:
