@@ -13,9 +13,9 @@ from captum_ssm.utils.colors import AGAINST, FAINT, FOR, SOFT
 from captum_ssm.visualization.figure import NORMAL, SMALL, framed, new_figure, printable
 
 _PANELS = {
-    "used": "part of the state's rank in use",
+    "used": "part of the rank in use",
     "change": "change of the state by a token",
-    "share": "share of later states / even share",
+    "share": "share of later states",
 }
 
 
@@ -51,7 +51,8 @@ def state_plot(report: StateReport, *, title: str | None = None) -> Figure:
         axes.set_title(name, fontsize=NORMAL)
         axes.set_xlabel("position, from 1")
         framed(axes)
-    panels[-1].axhline(1, color=FAINT, linewidth=0.8)
+    panels[-1].axhline(1, color=FAINT, linewidth=0.8, zorder=0)
+    panels[-1].set_ylabel("even share = 1")
     panels[2].set_yscale("log")
     return figure
 

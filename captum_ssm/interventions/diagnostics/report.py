@@ -28,9 +28,10 @@ class StateReport:
 
     Args:
         half_lives (list): per layer and channel or head: ``half_life`` in tokens (the median over
-            inputs of each input's median) with the ends ``low`` and ``high`` of its 95 % interval (NaN
-            below six inputs), the quantiles ``q10`` and ``q90`` of all writes, and ``outlives``, the part of writes
-            of which half or more is left at the end of their text.
+            inputs of each input's median) with the ends ``low`` and ``high`` of its 95 % interval
+            (NaN below six inputs), the quantiles ``q10`` and ``q90`` of all writes, and
+            ``outlives``, the part of writes of which more than half is left at the end of their
+            text.
         positions (list): per layer, ``measure`` and range of positions ``start <= t < stop``:
             ``mean``, ``low``, ``high`` and ``inputs``. Measures by head (a diagonal layer is one)
             are the ``norm`` of the state, its relative ``change`` by a token, ``used`` (the
@@ -193,7 +194,8 @@ class _Layer:
 
     def _add_shares(self, mixer: FrozenMixer, ids: list[int]) -> None:
         L = len(ids)
-        total, count = 0.0, np.zeros((L, 1))
+        count = np.zeros((L, 1))
+        total: np.ndarray = np.zeros((L, 1))
         for t in sorted({max(L * quarter // 4 - 1, 0) for quarter in (1, 2, 3, 4)}):
             share = shares(mixer, t)[0].double().cpu().numpy() * (t + 1)
             total = total + np.pad(share, ((0, L - t - 1), (0, 0)))
