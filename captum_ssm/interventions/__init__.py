@@ -2,6 +2,7 @@
 
 from captum_ssm.interventions.attribution import attribution_patching
 from captum_ssm.interventions.circuit import circuit
+from captum_ssm.interventions.diagnostics import StateReport, state_report
 from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.patching import Patching, activation_patching, patched
 from captum_ssm.interventions.reference import Reference
@@ -15,12 +16,14 @@ __all__ = [
     "LayerSweep",
     "Patching",
     "Reference",
+    "StateReport",
     "TokenKnockout",
     "activation_patching",
     "attribution_patching",
     "circuit",
     "knockout",
     "patched",
+    "state_report",
     "states",
     "swap_effects",
     "value_zeroing",

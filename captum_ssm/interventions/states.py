@@ -61,7 +61,7 @@ class LayerState:
         row = mask_of("position", position, (1, L), v.device)[0].nonzero()[:, 0]
         with exact_arithmetic():
             parts = []
-            for read in _reads(operator):
+            for read in reads(operator):
                 of_map = read.map_rows(row.expand(B, 1), 0, M)[:, :, 0]  # (B, M, L)
                 parts.append(of_map.mT.repeat_interleave(D // M, -1) * v)
             return _stacked(parts, operator)
@@ -82,16 +82,12 @@ class LayerState:
             left at the end of the sequence, and NaN where nothing was written (padding).
         """
         operator = memory_of(self.mixer)
-        B, L, D, _ = operator.sizes
+        L = operator.length
         at = mask_of("positions", positions, (1, L), operator.device)[0].nonzero()[:, 0]
         lengths = []
         with exact_arithmetic():
             for t in at.tolist():
-                impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
-                impulse[:, t] = 1
-                left = _stacked([read.matvec(impulse) for read in _reads(operator)], operator)
-                left = left[..., 0] if left.dim() == 5 else left  # a head's channels are alike
-                size = torch.linalg.vector_norm(left, dim=-1)[:, t:]  # (B, L - t, M)
+                size = left_of_writes(operator, t)
                 gone = size <= size[:, :1] / 2
                 steps = gone.int().argmax(1).to(size.dtype)
                 steps = torch.where(gone.any(1), steps, torch.inf)
@@ -166,7 +162,7 @@ def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
 
 def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
     """Each of the N states after every token, ``(B, L, D)``."""
-    return (read.matvec(mixer.values) for read in _reads(memory_of(mixer)))
+    return (read.matvec(mixer.values) for read in reads(memory_of(mixer)))
 
 
 def memory_of(mixer: FrozenMixer) -> StateOperator:
@@ -211,13 +207,23 @@ def has_operator(of: Callable[[FrozenMixer], StateOperator], mixer: FrozenMixer)
     return True
 
 
-def _reads(operator: StateOperator) -> Iterator[TokenOperator]:
-    # For each of the N states, the operator that returns it: a unit vector reads it.
+def reads(operator: StateOperator) -> Iterator[TokenOperator]:
+    """For each of the N states, the operator that returns it: a unit vector reads it."""
     for unit in _units(operator.C if isinstance(operator, DiagonalOperator) else operator.query):
         if isinstance(operator, DiagonalOperator):
             yield replace(operator, C=unit, left=None)
         else:
             yield replace(operator, query=unit, bonus=None)
+
+
+def left_of_writes(operator: StateOperator, t: int) -> Tensor:
+    """The norm of what token t wrote, after it and after each later one, ``(B, L - t, M)``."""
+    B, L, D, _ = operator.sizes
+    impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
+    impulse[:, t] = 1
+    left = _stacked([read.matvec(impulse) for read in reads(operator)], operator)
+    left = left[..., 0] if left.dim() == 5 else left  # a head's channels are alike
+    return torch.linalg.vector_norm(left, dim=-1)[:, t:]
 
 
 def writes(operator: StateOperator) -> Iterator[TokenOperator]:
