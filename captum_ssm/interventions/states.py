@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
+from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
@@ -61,7 +61,7 @@ class LayerState:
         row = mask_of("position", position, (1, L), v.device)[0].nonzero()[:, 0]
         with exact_arithmetic():
             parts = []
-            for read in _reads(operator):
+            for read in reads(operator):
                 of_map = read.map_rows(row.expand(B, 1), 0, M)[:, :, 0]  # (B, M, L)
                 parts.append(of_map.mT.repeat_interleave(D // M, -1) * v)
             return _stacked(parts, operator)
@@ -82,16 +82,12 @@ class LayerState:
             left at the end of the sequence, and NaN where nothing was written (padding).
         """
         operator = memory_of(self.mixer)
-        B, L, D, _ = operator.sizes
+        L = operator.length
         at = mask_of("positions", positions, (1, L), operator.device)[0].nonzero()[:, 0]
         lengths = []
         with exact_arithmetic():
             for t in at.tolist():
-                impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
-                impulse[:, t] = 1
-                left = _stacked([read.matvec(impulse) for read in _reads(operator)], operator)
-                left = left[..., 0] if left.dim() == 5 else left  # a head's channels are alike
-                size = torch.linalg.vector_norm(left, dim=-1)[:, t:]  # (B, L - t, M)
+                size = left_of_writes(operator, t)
                 gone = size <= size[:, :1] / 2
                 steps = gone.int().argmax(1).to(size.dtype)
                 steps = torch.where(gone.any(1), steps, torch.inf)
@@ -143,13 +139,6 @@ def states(
     """
     request = Request.of(model, None, inputs, additional_forward_args)
     frozen = freeze(request, query=False, check=check)
-    return {layer.name: layer_state(layer, positions) for layer in with_states(frozen, layers)}
-
-
-def with_states(
-    frozen: FrozenModel, layers: int | str | list[int | str] | None
-) -> list[FrozenCall]:
-    """The named layers, or for None all that keep a state, of which there has to be one."""
     chosen = frozen.select(layers)
     if layers is None:
         chosen = [layer for layer in chosen if has_operator(memory_of, layer.mixer)]
@@ -158,11 +147,10 @@ def with_states(
             f"none of the {len(frozen.layers)} mixers of this model keeps a state of one scan; "
             "expected a recurrent layer."
         )
-    return chosen
+    return {layer.name: _state(layer, positions) for layer in chosen}
 
 
-def layer_state(layer: FrozenCall, positions: Tokens) -> LayerState:
-    """The state of one frozen layer after some tokens."""
+def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
     mixer = layer.mixer
     operator, values = memory_of(mixer), mixer.values
     L = operator.length
@@ -174,7 +162,7 @@ def layer_state(layer: FrozenCall, positions: Tokens) -> LayerState:
 
 def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
     """Each of the N states after every token, ``(B, L, D)``."""
-    return (read.matvec(mixer.values) for read in _reads(memory_of(mixer)))
+    return (read.matvec(mixer.values) for read in reads(memory_of(mixer)))
 
 
 def memory_of(mixer: FrozenMixer) -> StateOperator:
@@ -219,13 +207,23 @@ def has_operator(of: Callable[[FrozenMixer], StateOperator], mixer: FrozenMixer)
     return True
 
 
-def _reads(operator: StateOperator) -> Iterator[TokenOperator]:
-    # For each of the N states, the operator that returns it: a unit vector reads it.
+def reads(operator: StateOperator) -> Iterator[TokenOperator]:
+    """For each of the N states, the operator that returns it: a unit vector reads it."""
     for unit in _units(operator.C if isinstance(operator, DiagonalOperator) else operator.query):
         if isinstance(operator, DiagonalOperator):
             yield replace(operator, C=unit, left=None)
         else:
             yield replace(operator, query=unit, bonus=None)
+
+
+def left_of_writes(operator: StateOperator, t: int) -> Tensor:
+    """The norm of what token t wrote, after it and after each later one, ``(B, L - t, M)``."""
+    B, L, D, _ = operator.sizes
+    impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
+    impulse[:, t] = 1
+    left = _stacked([read.matvec(impulse) for read in reads(operator)], operator)
+    left = left[..., 0] if left.dim() == 5 else left  # a head's channels are alike
+    return torch.linalg.vector_norm(left, dim=-1)[:, t:]
 
 
 def writes(operator: StateOperator) -> Iterator[TokenOperator]:

@@ -18,7 +18,7 @@ from captum_ssm.visualization.maps import interaction_map, layer_overview, map_s
 from captum_ssm.visualization.palette import color_limit, relevance_colors
 from captum_ssm.visualization.receptive_fields import receptive_field_map
 from captum_ssm.visualization.series import series_plot
-from captum_ssm.visualization.state_memory import state_memory
+from captum_ssm.visualization.states import state_plot
 from captum_ssm.visualization.text import readable_tokens, text_html, text_record
 from captum_ssm.visualization.volumes import video_strip, volume_slices
 
@@ -33,7 +33,7 @@ __all__ = [
     "receptive_field_map",
     "relevance_colors",
     "series_plot",
-    "state_memory",
+    "state_plot",
     "text_html",
     "text_record",
     "video_strip",
