@@ -152,6 +152,10 @@ def test_a_report_of_texts_and_its_picture():
         ids(1, 12)[0].tolist()
     )
     assert len(state_plot(report).axes) == 4
+    head, *lines = str(report).splitlines()
+    assert "over 2 inputs" in head
+    assert len(lines) == 8 + 1 + 2  # heads, and sinks by layer
+    assert f"{report.half_lives[0]['outlives']:.0%} outlive" in lines[0]
     with pytest.raises(ValueError, match="table is 'x'"):
         report.to_pandas("x")
     with pytest.raises(TypeError, match="input 0 is a text"):

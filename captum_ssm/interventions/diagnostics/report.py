@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from captum_ssm.interventions.states import has_operator, memory_of
 from captum_ssm.mixers import FrozenMixer
 
 Row = dict[str, Any]
+SHOWN = 4  # tokens of a layer that are printed
 _MEASURES = ("norm", "change", "used")
 
 
@@ -53,6 +55,26 @@ class StateReport:
     positions: list[Row]
     sinks: list[Row]
     inputs: int
+
+    def __str__(self) -> str:
+        lines = [f"States over {self.inputs} inputs. Half-lives in tokens, by layer and head:"]
+        for row in self.half_lives:
+            ends = f"{row['low']:.3g} to {row['high']:.3g}"
+            lines.append(
+                f"  {row['layer']} {row['head']:>3}  {row['half_life']:>6.3g} ({ends}), "
+                f"{row['outlives']:.0%} outlive their text"
+            )
+        lines.append("Tokens by their share of later states over an even share, at one head:")
+        for layer in dict.fromkeys(row["layer"] for row in self.sinks):
+            # Rare tokens, whose share has no interval, come last.
+            of_layer = [row for row in self.sinks if row["layer"] == layer]
+            of_layer.sort(key=lambda row: (isnan(row["low"]), -row["low"], -row["share"]))
+            told = (
+                f"{str(row['text'] or row['token']).strip()} {row['share']:.2g}"
+                for row in of_layer[:SHOWN]
+            )
+            lines.append(f"  {layer}  {', '.join(told)}")
+        return "\n".join(lines)
 
     def to_pandas(self, table: str = "half_lives") -> Any:
         """A table as a ``pandas.DataFrame``.
