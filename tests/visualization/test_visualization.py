@@ -43,6 +43,7 @@ def test_the_public_names():
         *("color_limit", "flow_graph", "image_overlay", "interaction_map", "layer_overview"),
         "map_strip",
         *("readable_tokens", "receptive_field_map", "relevance_colors", "series_plot"),
+        "state_plot",
         *("text_html", "text_record", "video_strip", "volume_slices"),
     ]
 
