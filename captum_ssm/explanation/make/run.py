@@ -105,8 +105,9 @@ class OneInput:
 def joined(several: Sequence[OneInput]) -> OneInput:
     """Inputs of one group as one batch ``(B, ...)``: texts are padded at their ends."""
     first = several[0]
-    if len(several) == 1:
-        return first
+    if all(one.inputs is first.inputs for one in several):
+        # Methods see that it is one input, and share what they can.
+        return OneInput(first.run, first.inputs.expand(len(several), *first.inputs.shape[1:]))
     size = max(one.inputs.shape[1] for one in several)
     inputs = torch.cat(
         [nn.functional.pad(one.inputs, (0, size - one.inputs.shape[1])) for one in several]
