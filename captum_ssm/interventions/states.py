@@ -138,6 +138,16 @@ def states(
         torch.Size([1, 7, 32, 4])
     """
     request = Request.of(model, None, inputs, additional_forward_args)
+    return {one.name: _state(one, positions) for one in state_layers(request, layers, check)}
+
+
+def state_layers(request: Request, layers: Any, check: bool) -> list[FrozenCall]:
+    """The frozen layers that keep a state, or those that were asked for.
+
+    Raises:
+        UnsupportedModelError: for a model without any.
+        ValueError: for a layer that is not there.
+    """
     frozen = freeze(request, query=False, check=check)
     chosen = frozen.select(layers)
     if layers is None:
@@ -147,7 +157,7 @@ def states(
             f"none of the {len(frozen.layers)} mixers of this model keeps a state of one scan; "
             "expected a recurrent layer."
         )
-    return {layer.name: _state(layer, positions) for layer in chosen}
+    return chosen
 
 
 def _state(layer: FrozenCall, positions: Tokens) -> LayerState:

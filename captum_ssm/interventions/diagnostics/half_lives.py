@@ -33,7 +33,7 @@ class HalfLives:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Of the states after some tokens, each ``(B, R, U)``."""
+    """How large the states after some tokens are, and how full, each ``(B, R, U)``."""
 
     norm: Tensor
     change: Tensor  # of the state by the token, over the norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.capture import Request, freeze
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.capture import Request
 from captum_ssm.interventions.diagnostics.half_lives import half_lives, shares, state_sizes
 from captum_ssm.interventions.diagnostics.tally import Lifetimes, Means, Medians
-from captum_ssm.interventions.states import has_operator, memory_of
+from captum_ssm.interventions.states import state_layers
 from captum_ssm.mixers import FrozenMixer
 
 Row = dict[str, Any]
@@ -138,8 +137,9 @@ def state_report(
     count = 0
     for count, one in enumerate(inputs, 1):
         ids = _ids(one, tokenizer, count - 1)
-        for name, mixer in _mixers(model, ids, layers, check):
-            tallies.setdefault(name, _Layer()).add(mixer, ids[0].tolist(), samples)
+        for layer in state_layers(Request.of(model, None, ids, None), layers, check):
+            tally = tallies.setdefault(layer.name, _Layer())
+            tally.add(layer.mixer, ids[0].tolist(), samples)
     if not count:
         raise ValueError("inputs is empty; expected at least one text or sequence of token ids.")
     rows: tuple[list[Row], list[Row], list[Row]] = ([], [], [])
@@ -163,19 +163,6 @@ def _ids(one: Any, tokenizer: Any, index: int) -> Tensor:
             "(L,) or (1, L), with at least one token. Give the sequences of a batch one by one."
         )
     return ids
-
-
-def _mixers(model: Any, ids: Tensor, layers: Any, check: bool) -> Iterator[tuple[str, FrozenMixer]]:
-    frozen = freeze(Request.of(model, None, ids, None), query=False, check=check)
-    chosen = frozen.select(layers)
-    if layers is None:
-        chosen = [layer for layer in chosen if has_operator(memory_of, layer.mixer)]
-    if not chosen:
-        raise UnsupportedModelError(
-            f"none of the {len(frozen.layers)} mixers of this model keeps a state of one scan; "
-            "expected a recurrent layer."
-        )
-    return ((layer.name, layer.mixer) for layer in chosen)
 
 
 class _Layer:
