@@ -237,11 +237,7 @@ class Explanation(ExplanationData):
         """
         from captum_ssm.explanation.page import page_html
 
-        file = None if path is None else _file.check_place(path)
-        page = page_html(self)
-        if file is not None:
-            file.write_text(page, encoding="utf-8", newline="\n")
-        return page
+        return _file.write_page(lambda: page_html(self), path)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         # IPython calls it for what a notebook shows.

@@ -11,7 +11,7 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,19 @@ def check_place(path: str | Path) -> Path:
             f"as by Path({str(path.parent)!r}).mkdir(parents=True), or name another one."
         )
     return path
+
+
+def write_page(make: Callable[[], str], path: str | Path | None) -> str:
+    """A page, written to a file as well, if there is one; its place is checked before it is made.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
+    file = None if path is None else check_place(path)
+    page = make()
+    if file is not None:
+        file.write_text(page, encoding="utf-8", newline="\n")
+    return page
 
 
 def load(path: str | Path) -> dict[str, Any]:

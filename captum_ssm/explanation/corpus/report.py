@@ -121,11 +121,7 @@ class Report(ReportData):
         """
         from captum_ssm.explanation.page.html import report_html
 
-        file = None if path is None else _file.check_place(path)
-        page = report_html(report_data(self))
-        if file is not None:
-            file.write_text(page, encoding="utf-8", newline="\n")
-        return page
+        return _file.write_page(lambda: report_html(report_data(self)), path)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         # IPython calls it for what a notebook shows.
