@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
 from captum_ssm.discovery.measure import freeze_measured
 
-LENGTHS = (1, 3, 65)
+LENGTHS = (1, 3, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 63, 100)))
 
 
 def joined(one, other):

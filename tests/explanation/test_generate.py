@@ -95,7 +95,15 @@ def test_each_text_gets_its_own_answer(words):
     both = explain(model, words, texts, max_new_tokens=3)
     for k, text in enumerate(texts):
         own = explain(model, words, text, max_new_tokens=3)
-        assert both.examples[k].tokens == own.examples[0].tokens
+        (one,), (other,) = both[k].examples, own.examples
+        assert (one.tokens, one.prompt) == (other.tokens, other.prompt)
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            assert (a.position, a.chosen, a.role) == (b.position, b.chosen, b.role)
+            assert [(x.text, x.id, x.rank, x.row) for x in a.answers] == [
+                (x.text, x.id, x.rank, x.row) for x in b.answers
+            ]
+            likely = [[answer.probability for answer in out.answers] for out in (a, b)]
+            np.testing.assert_allclose(*likely, rtol=1e-4)
         np.testing.assert_allclose(both[k].relevance(), own.relevance(), rtol=1e-4, atol=1e-6)
 
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib
@@ -107,10 +108,20 @@ print(captum_ssm.__file__)
 
 
 BUILT = (".so", ".pyc", ".pyd")
-INSTALLED_PAGES = ["README.md", "getting_started.md"]  # all pages run in the checkout
+INSTALLED_PAGES = ["README.md", "getting_started.md"]
+PORTABLE = [
+    page
+    for page in PAGES
+    if "in a checkout" not in dict(PAGES[page]).values()
+    and find_spec(NEEDS.get(page, "torch")) is not None
+    and any("examples" in code for code, _ in PAGES[page])
+]
 
 
-def test_an_installed_copy(tmp_path):
+@pytest.mark.parametrize(
+    "pages", [INSTALLED_PAGES, pytest.param(PORTABLE, marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_an_installed_copy(pages, tmp_path):
     built, site, work = (tmp_path / name for name in ("tree", "site", "work"))
     for folder in (built, work):
         folder.mkdir()
@@ -133,7 +144,7 @@ def test_an_installed_copy(tmp_path):
     assert {str(path.relative_to(ROOT)) for path in needed} <= held  # models and pages as well
     search = os.pathsep.join(map(str, [site, ROOT / "tests", ROOT / "tests" / "properties"]))
     ran = subprocess.run(
-        [sys.executable, "-c", INSTALLED, json.dumps(INSTALLED_PAGES), str(work)],
+        [sys.executable, "-c", INSTALLED, json.dumps(pages), str(work)],
         cwd=work,
         env=os.environ | {"PYTHONPATH": search},
         check=False,

@@ -134,11 +134,14 @@ def allocated(run, tokens: torch.Tensor) -> int:
     return peak
 
 
-def test_a_layer_more_keeps_its_tokens_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_layer_more_keeps_its_tokens_and_the_stream(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Of a long input, when the graphs of mixers are made anew, and where the wiring is measured.
     monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", 0)
     ids, peaks = torch.randint(30, (1, 80)), []
-    for layers in (8, 12):
+    for layers in (least, least + 4):
         config = MambaConfig(num_hidden_layers=layers, hidden_size=64, state_size=2, vocab_size=30)
         method = MambaAttribution(MambaForCausalLM(config).eval().requires_grad_(False))
         peaks.append(allocated(partial(method.attribute, target=3), ids))
