@@ -235,7 +235,7 @@ def _add_layers(sums: _Sums, example: Example, output: Output) -> None:
 
 
 def _answers(example: Example, outputs: list[Output]) -> tuple[str, str, float | None]:
-    # Of a continuation of several tokens all of them; of labels of tokens, the first.
+    # A continuation of several tokens is told as a whole; labels of tokens by the first of them.
     told = outputs if outputs[0].role != LABEL else outputs[:1]
     after = [o for o in told if o.position is None or o.position >= example.prompt - 1]
     told = [o for o in after or told if o.part is None] or told
@@ -252,7 +252,7 @@ def _joined(answers: list[Answer]) -> str:
 
 
 def rows_of_kind(readings: list[Reading], kind: str) -> Iterator[tuple[int, list[Any], np.ndarray]]:
-    """Of each reading that has this kind of keys: its place in the list, keys and numbers."""
+    """Each reading that has this kind of keys: its place in the list, its keys, its numbers."""
     for k, reading in enumerate(readings):
         if kind in reading.kinds:
             yield k, *reading.kinds[kind]

@@ -102,7 +102,7 @@ class ShardRun:
             )
 
     def _length(self) -> int | None:
-        # Of rows that are read from the first to the last, an earlier run may have told.
+        # Where rows can only be counted by reading them all, an earlier run may have done so.
         known: int | None = read_manifest(self.folder)["rows"]
         return known
 

@@ -36,7 +36,7 @@ def hash_of_tokenizer(tokenizer: Any) -> str | None:
     if hasattr(rules, "to_str"):
         found.update(rules.to_str().encode())
     elif callable(getattr(tokenizer, "get_vocab", None)):
-        with suppress(NotImplementedError):
+        with suppress(NotImplementedError):  # a base class that declares it: no vocabulary is shown
             found.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
     found.update(str(getattr(tokenizer, "chat_template", None)).encode())
     return found.hexdigest()

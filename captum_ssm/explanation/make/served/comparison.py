@@ -119,7 +119,7 @@ def compared(
 
 
 def _logprobs(model: nn.Module, ids: Tensor, places: list[int], temperature: float) -> Tensor:
-    # Of the tokens at these places, each read from the one before it.
+    # Each of these tokens is predicted at the one before it.
     named = {"use_cache": False} if "use_cache" in parameter_names(model) else {}
     with torch.no_grad():
         logits = extract_logits(model(ids[:, :-1], **named))[0]
