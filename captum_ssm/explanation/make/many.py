@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -118,7 +117,6 @@ class Explainer:
             tokenizer, position, parse_spans(units), AskedAnswer.of(span, hops, reasoning)
         )
         self._task: Task | None = None
-        self._takes_rows = False
 
     def questions(
         self,
@@ -127,22 +125,26 @@ class Explainer:
         messages: Any = None,
         target: Any = None,
         against: Any = None,
+        row: InputRow | None = None,
     ) -> Sequence[Answerable]:
         """What is asked about one or several inputs, as ``explain`` takes them.
+
+        ``row`` is given where they are one of many rows, which may ask in its own way.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
         writing = self._writing(target)
-        asked, setup, tensors = self.asked, self.setup, {} if tensors is None else tensors
-        messages = find_messages(messages, inputs, tensors, self.units)
+        setup, tensors = self.setup, {} if tensors is None else tensors
+        asked, units = self._asked_of(row)
+        messages = find_messages(messages, inputs, tensors, units)
         texts, array = None, None
         if messages is None:
             tokenizer, texts, array = parse_inputs(asked.tokenizer, inputs, tensors)
             asked = replace(asked, tokenizer=tokenizer)
         if self.features is not None and (messages is not None or texts is not None):
             raise TypeError("features names those of a series or a table, and the input is a text.")
-        tell = partial(self._tell, asked.tokenizer)
+        tell = partial(self._tell, asked.tokenizer, row is None)
         found: Sequence[Answerable]
         if messages is not None:
             is_written = writing is not None
@@ -158,9 +160,18 @@ class Explainer:
     def _writing(self, target: Any) -> Generation | None:
         return parse_generation(self.max_new_tokens, self.generation, target, self.asked.position)
 
-    def _tell(self, tokenizer: Any, text: TokenizedText, is_one: bool) -> Task:
+    def _asked_of(self, row: InputRow | None) -> tuple[TextSetup, Any]:
+        # What is asked about texts, and by which units: a row may have its own.
+        if row is None or (row.span is None and row.units is None):
+            return self.asked, self.units
+        units, answer = self.units if row.units is None else row.units, self.asked.answer
+        if row.span is not None:
+            answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning)
+        return replace(self.asked, spans=parse_spans(units), answer=answer), units
+
+    def _tell(self, tokenizer: Any, is_all: bool, text: TokenizedText, is_one: bool) -> Task:
         if self._task is None:
-            is_one = is_one and not self._takes_rows
+            is_one = is_one and is_all
             self._task = task_of(self.setup.model, text, tokenizer, self.labels, is_one)
         return self._task
 
@@ -207,7 +218,6 @@ class Explainer:
             list: of :class:`~captum_ssm.explanation.Example` and exceptions, in the order of the
             inputs.
         """
-        self._takes_rows = True
         asked: dict[int, Answerable] = {}
         found: dict[int, Outcome] = {}
         for k, row in enumerate(rows):
@@ -215,22 +225,14 @@ class Explainer:
                 asked[k] = self._about(row)
             except Exception as error:  # whatever an input of any kind may raise
                 found[k] = error
+        places = list(asked)
         for i, outcome in self._answered(list(asked.values()), None):
-            found[list(asked)[i]] = outcome
+            found[places[i]] = outcome
         return [found[k] for k in range(len(rows))]
 
     def _about(self, row: InputRow) -> Answerable:
-        of = self
-        if row.span is not None or row.units is not None:
-            of = copy(self)
-            of.units = self.units if row.units is None else row.units
-            answer = self.asked.answer
-            if row.span is not None:
-                answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning)
-            of.asked = replace(self.asked, spans=parse_spans(of.units), answer=answer)
         inputs, messages = (None, row.inputs) if row.messages else (row.inputs, None)
-        found = of.questions(inputs, None, messages, row.target, row.against)
-        self._task = of._task
+        found = self.questions(inputs, None, messages, row.target, row.against, row)
         if len(found) != 1:
             raise InputError(f"this holds {len(found)} inputs; expected one.")
         return found[0]
