@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from captum_ssm.explanation.corpus.changes import Change
+from captum_ssm.explanation.corpus.readings import ExampleFacts
 from captum_ssm.explanation.corpus.shares import Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.parts import ExplanationData
@@ -16,7 +17,7 @@ PLACES = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have
 
 
 @dataclass(frozen=True)
-class ReportExample:
+class ReportExample(ExampleFacts):
     """One example of a report, in a line.
 
     Args:
@@ -41,15 +42,6 @@ class ReportExample:
         [(0, 3), (1, 2)]
     """
 
-    index: int
-    name: str
-    text: str
-    target: str
-    prediction: str
-    right: bool | None
-    probability: float | None
-    length: int
-    own: float
     group: str | None
     distance: float
     place: tuple[float, float]

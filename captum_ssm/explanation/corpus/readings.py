@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ SUMMED = ("part", "tenth", "layer")
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is known of one example.
+class ExampleFacts:
+    """What a report tells of one example by itself.
 
     Args:
         index (int): its row of the data.
@@ -33,10 +33,6 @@ class Reading:
         probability (float or None): of the target; of several tokens, the product.
         length (int): tokens that are read.
         own (float): the reading token's share, which the other numbers leave out.
-        units (tuple of str): the texts of its units, as far as it is read.
-        vector (numpy.ndarray): their shares, ``(units,)``.
-        kinds (dict): by the kind of key: keys ``(K,)``, and ``(K, 4)``: the mean share of a token
-            with it, the sum of their shares, the sum with signs, and how many they are.
     """
 
     index: int
@@ -48,6 +44,24 @@ class Reading:
     probability: float | None
     length: int
     own: float
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {one.name: getattr(self, one.name) for one in fields(ExampleFacts)}
+
+
+@dataclass(frozen=True)
+class Reading(ExampleFacts):
+    """What is known of one example.
+
+    Args:
+        units (tuple of str): the texts of its units, as far as it is read.
+        vector (numpy.ndarray): their shares, ``(units,)``.
+        kinds (dict): by the kind of key: keys ``(K,)``, and ``(K, 4)``: the mean share of a token
+            with it, the sum of their shares, the sum with signs, and how many they are.
+    """
+
     units: tuple[str, ...]
     vector: np.ndarray
     kinds: dict[str, tuple[list[Any], np.ndarray]]

@@ -246,11 +246,13 @@ def _examples(
     flipped = set() if changed is None else set(changed.flipped)
     return tuple(
         ReportExample(
-            one.index, one.name, one.text, one.target, one.prediction, one.right, one.probability,
-            one.length, one.own, names[labels[k]] if names else None, float(far[k]),
-            (float(places[k, 0]), float(places[k, -1])),
-            {name: values[k] for name, values in columns.items()},
-            moved.get(one.index), one.index in flipped,
+            **one.facts,
+            group=names[labels[k]] if names else None,
+            distance=float(far[k]),
+            place=(float(places[k, 0]), float(places[k, -1])),
+            columns={name: values[k] for name, values in columns.items()},
+            moved=moved.get(one.index),
+            flipped=one.index in flipped,
         )
         for k, one in enumerate(readings)
-    )  # fmt: skip
+    )
