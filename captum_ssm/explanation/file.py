@@ -34,16 +34,21 @@ def save(explanation: ExplanationData, path: str | Path) -> None:
     if path.suffix != ".json":
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .json.")
     check_place(path)
-    tensors = {
-        f"{e}/{m}/{layer}": np.ascontiguousarray(values)
-        for e, example in enumerate(explanation.examples)
-        for m, maps in enumerate(example.maps)
-        for layer, values in maps.layers.items()
-    }
+    tensors = map_tensors({e: one.maps for e, one in enumerate(explanation.examples)})
     text = encoded({"format": f"{FORMAT}/{VERSION}"} | vars(explanation))
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
     if tensors:
         save_file(tensors, path.with_suffix(".safetensors"))
+
+
+def map_tensors(maps: Mapping[int, Sequence[Maps]]) -> dict[str, np.ndarray]:
+    """The maps of examples by the names that they have in a file, ``example/maps/layer``."""
+    return {
+        f"{e}/{m}/{layer}": np.ascontiguousarray(values)
+        for e, kinds in maps.items()
+        for m, one in enumerate(kinds)
+        for layer, values in one.layers.items()
+    }
 
 
 def encoded(held: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from captum_ssm.explanation.parts import END, LABEL, START, Answer, Example, Output
+from captum_ssm.explanation.corpus.answers import told_answer
+from captum_ssm.explanation.parts import END, LABEL, START, Example, Output
 from captum_ssm.explanation.tables import shares
 from captum_ssm.explanation.units import bounds_of, says_nothing, texts_of
 
@@ -253,16 +254,9 @@ def _answers(example: Example, outputs: list[Output]) -> tuple[str, str, float |
     told = outputs if outputs[0].role != LABEL else outputs[:1]
     after = [o for o in told if o.position is None or o.position >= example.prompt - 1]
     told = [o for o in after or told if o.part is None] or told
-    chosen = [output.answers[output.chosen] for output in told]
-    likeliest = [min(output.answers, key=lambda one: one.rank) for output in told]
-    known = [one.probability for one in chosen if one.probability is not None]
-    probability = float(np.prod(known)) if len(known) == len(chosen) else None
-    return _joined(chosen), _joined(likeliest), probability
-
-
-def _joined(answers: list[Answer]) -> str:
-    text = "".join(answer.text for answer in answers)
-    return text.strip() or text
+    found = told_answer(told)
+    target, prediction = (text.strip() or text for text in (found.target, found.prediction))
+    return target, prediction, found.probability
 
 
 def rows_of_kind(readings: list[Reading], kind: str) -> Iterator[tuple[int, list[Any], np.ndarray]]:

@@ -8,7 +8,6 @@ and series are flattened, and ``shape`` is that of one row.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from errno import EIO
 from pathlib import Path
@@ -18,9 +17,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from captum_ssm.explanation.corpus.answers import told_answer
 from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.corpus.writing import replacing
-from captum_ssm.explanation.file import encoded
+from captum_ssm.explanation.file import encoded, map_tensors
 from captum_ssm.explanation.parts import LABEL, NEXT, Example, Maps, Output
 from captum_ssm.explanation.read import example as read_example
 
@@ -113,14 +113,7 @@ def _answers(outputs: Sequence[Output]) -> dict[str, Any]:
     by_role = {role: [one for one in outputs if one.role == role] for role in (NEXT, LABEL)}
     asked = by_role[NEXT] or by_role[LABEL] or outputs[:1]
     space = " " if asked[0].role == LABEL else ""
-    chosen = [one.answers[one.chosen] for one in asked]
-    likely = [min(one.answers, key=lambda answer: answer.rank) for one in asked]
-    shares = [answer.probability for answer in chosen if answer.probability is not None]
-    return {
-        "target": space.join(answer.text for answer in chosen),
-        "prediction": space.join(answer.text for answer in likely),
-        "probability": math.prod(shares) if len(shares) == len(chosen) else None,
-    }
+    return told_answer(asked, space)._asdict()
 
 
 def example_of(row: Mapping[str, Any], map_of: Callable[[str], np.ndarray]) -> tuple[str, Example]:
@@ -174,12 +167,7 @@ def write_shard(path: Path, number: int, schema: Any, shard: Shard) -> None:
     Raises:
         OSError: where a file cannot be written; says what to do.
     """
-    tensors = {
-        f"{index}/{m}/{layer}": np.ascontiguousarray(values)
-        for index, kinds in shard.maps.items()
-        for m, one in enumerate(kinds)
-        for layer, values in one.layers.items()
-    }
+    tensors = map_tensors(shard.maps)
     if tensors:
         with replacing(path.with_suffix(".safetensors"), number) as temporary:
             try:
