@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RelevanceFlow,
         UnifiedImplicitAttention,
     )
+    from captum_ssm.capture import Readout
     from captum_ssm.discovery.scans import register_scan
     from captum_ssm.errors import (
         InputError,
@@ -68,6 +69,7 @@ __all__ = [
     "MixerCall",
     "MixerSupport",
     "RawAttention",
+    "Readout",
     "ReceptiveField",
     "ReconstructionError",
     "RelevanceFlow",
@@ -101,6 +103,7 @@ _MODULES = {
     **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.trace"),
     **dict.fromkeys(("hidden_attention", "token_grids"), "inspection.implicit_attention"),
     **dict.fromkeys(("Area", "ReceptiveField"), "inspection.receptive_field"),
+    "Readout": "capture",
     **dict.fromkeys(("MixerSupport", "Support", "supported"), "inspection.support"),
     **dict.fromkeys(("FrozenMixer", "MixerCall", "register_mixer"), "mixers"),
     "Explanation": "explanation",
