@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
     from captum_ssm.utils.memory import MemoryLimitError
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Area",
