@@ -7,7 +7,9 @@ Row i of the mixing P compares the output y with the vectors T of its sources (P
     P_{ij} = \frac{n_{ij}}{\sum_k n_{ik}}, \qquad
         n_{ij} = \big[\|y_i\|_1 - \|y_i - T_{ij}\|_1\big]_+.
 
-Its rows are not negative and sum to one. Relevance v after a layer becomes v P before it.
+where y is the sum of the vectors that are compared with it (eq. 23), also where the activation
+makes them miss the layer's output. Rows are not negative and sum to one. Relevance v after a layer
+becomes v P before it.
 
 **With a tolerance** most vectors are not made. Entry by entry, with s the signs of y_i, t an
 entry of T_ij, and s and y the same entry's of y_i,
@@ -66,14 +68,23 @@ NARROW = 128  # a vector of so few numbers costs less than to tell whether it ma
 
 @dataclass(frozen=True)
 class Alti:
-    """The rows of eq. 6 of one layer, whose vectors add up to the output y, ``(B, L, E)``.
+    """The rows of eq. 6 of one layer.
 
     The residual stream, ``(B, L, E)``, is what each token adds to its own output in addition.
     """
 
     parts: Contributions
-    output: Tensor
     residual: Tensor | None = None
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the vectors add up to, y, ``(B, L, E)``.
+
+        A layer's own output is this plus bias terms with ``"gate"`` only. Vectors that miss it are
+        all far from it, and the few that come near by chance would get the whole row.
+        """
+        total = self.parts.total()
+        return total if self.residual is None else self.residual + total.to(self.residual)
 
     def tiles(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Ascending rows ``(R,)`` of P: tiles of them, each with ``(B, r, C)``, zero beyond."""

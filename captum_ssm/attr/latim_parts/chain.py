@@ -55,8 +55,7 @@ class LayerStep:
 
     def alti(self, parts: Contributions) -> Alti:
         """The mixing of the mixers' vectors with the stream, of the first examples if these do."""
-        after = self.before + output_of(self.layers).to(self.before)
-        return Alti(parts, after[: parts.batch], self.before[: parts.batch])
+        return Alti(parts, self.before[: parts.batch])
 
 
 @dataclass(frozen=True)

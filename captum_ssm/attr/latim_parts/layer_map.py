@@ -66,7 +66,7 @@ def _tiles(
     # Ascending rows (R,) of a layer's map: tiles of them, each with (B, r, C).
     parts = Contributions.of(frozen, [layer], activation)
     if order == "alti":
-        yield from Alti(parts, output_of([layer])).tiles(rows)
+        yield from Alti(parts).tiles(rows)
         return
 
     def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:
