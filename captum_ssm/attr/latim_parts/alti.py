@@ -94,7 +94,7 @@ class Alti:
             else:
                 index, columns = chosen.expand(self.parts.batch, -1), self.parts.columns(chosen)
                 near = self.parts.reduced(index, columns, self._near_block(chosen))
-            yield chosen, _shares(near, chosen)
+            yield chosen, shares_of(near, chosen)
 
     def _near_of_maps(self, chosen: Tensor) -> Tensor:
         # n of some rows, (B, r, C), without their vectors.
@@ -157,7 +157,7 @@ class Alti:
             budget = (budget - (weight[:, chosen] * error).sum(-1)).clamp(min=0)
             left -= len(chosen)
             moved = relevance[..., chosen]
-            carried[..., : near.shape[2]] += moved @ _shares(near, chosen)
+            carried[..., : near.shape[2]] += moved @ shares_of(near, chosen)
             bound = bound + (moved.abs() @ error[..., None])[..., 0]
             advance(len(chosen) / len(made))
         return carried, bound
@@ -247,8 +247,11 @@ def _positive(near: Tensor, size: Tensor) -> Tensor:
     return torch.where(near > 8 * torch.finfo(near.dtype).eps * size, near, 0)
 
 
-def _shares(near: Tensor, chosen: Tensor) -> Tensor:
-    # Where no vector alone leads nearer to the output, the row is the token's own.
+def shares_of(near: Tensor, chosen: Tensor) -> Tensor:
+    """Rows ``(B, r, C)`` that sum to one, of some tokens ``(r,)``, from entries of at least zero.
+
+    A row without an entry is the token's own: no vector alone leads nearer to the output.
+    """
     total = near.sum(-1, keepdim=True)
     identity = torch.zeros_like(near)
     identity[:, torch.arange(len(chosen), device=chosen.device), chosen] = 1
