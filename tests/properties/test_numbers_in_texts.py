@@ -25,6 +25,7 @@ COPYING = {
     "`LaTIM` (l2), best layer": "LaTIM (l2, gate)",
     "`LaTIM` (ALTI), best layer": "LaTIM (ALTI, gate)",
     "`LaTIM` (ALTI-Logit)": "LaTIM (ALTI-Logit, gate)",
+    "`LaTIM` (flow-logit)": "LaTIM (flow-logit, gate)",
     '`LaTIM` (l2, `"silu"`), best layer': "LaTIM (l2, silu)",
     '`LaTIM` (ALTI, `"silu"`), best layer': "LaTIM (ALTI, silu)",
     '`LaTIM` (ALTI-Logit, `"silu"`)': "LaTIM (ALTI-Logit, silu)",
