@@ -115,7 +115,7 @@ def test_the_readme_fits_on_few_screens():
     [
         ("MambaLRP points to the value in {}", "MambaLRP"),
         ("LaTIM's ALTI-Logit in {}", "LaTIM (ALTI-Logit, gate)"),
-        ("LaTIM's ALTI-Logit in {}", "LaTIM (ALTI-Logit, silu)"),
+        ('`"silu"`: {}', "LaTIM (ALTI-Logit, silu)"),
         ("unified rollout in {}", "Unified (rollout)"),
         ("attention and its rollout in {}", "Mamba-Attention"),
         ("attention and its rollout in {}", "Rollout"),
