@@ -31,6 +31,7 @@ from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make import explain
 from captum_ssm.explanation.make.methods import ALL, method_names
 from captum_ssm.explanation.make.parse import MAPS, UNITS
+from captum_ssm.explanation.parts import RELEVANCE, THROUGH
 from captum_ssm.explanation.units import texts_of
 
 DEFAULT_METHOD = "mamba-lrp"
@@ -140,6 +141,12 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="Follow what the answer takes from the model's own words back to what it wrote these "
         "from, K times.",
+    )
+    parser.add_argument(
+        "--through",
+        choices=THROUGH,
+        help="What says on which of its own words the model rests: relevance, or swaps of words, "
+        "at about eight forward passes per word. Default: relevance",
     )
     parser.add_argument(
         "--reasoning",
@@ -300,12 +307,13 @@ def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
         "span": _span(args.span),
         "hops": args.hops,
         "reasoning": args.reasoning,
+        "through": args.through or RELEVANCE,
         "maps": False if args.maps is None else args.maps or True,
     }
 
 
 def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
-    of_texts = ("target_ids", "max_new_tokens", "span", "hops", "reasoning", "position")
+    of_texts = ("target_ids", "max_new_tokens", "span", "hops", "through", "reasoning", "position")
     for name in (*of_texts, "maps", "lens", "units"):
         if getattr(args, name) not in (None, False, "token"):
             raise ValueError(

@@ -113,7 +113,7 @@ class Decomposition:
         layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
         B, N = frozen.shape[0], text.shape[0]
 
-        def through(i: int, w: Tensor) -> dict[int, Tensor]:
+        def through(i: int, w: Tensor) -> dict[int | None, Tensor]:
             nonlocal claimed, bound
             if i not in self.steps:
                 return {i: w}
