@@ -101,13 +101,14 @@ def pages() -> dict[Path, str]:
 def _measured() -> str:
     vision = _results("vision", "digits-*")
     parts = [*map(_copying, _results("copying"))]
-    parts += [*map(_paper_scale, _results("copying", "paper/*")), _mixing()]
+    parts += map(_paper_scale, _results("copying", "paper/*"))
     parts += map(_passkey, _results("passkey"))
     parts += [_objects(found) for found in vision if found["about"]["removal"] == "black"]
     parts += map(_perturbation, vision)
     row = BENCHMARKS / "results" / "linear_row.json"
     if row.exists():
         parts.append(_row(json.loads(row.read_text())))
+    parts.append(_mixing())
     head = "# What was measured\n\n<!-- python docs/tables.py writes this page. -->\n\n" + ABOUT
     return "\n\n".join([head, *parts]) + "\n"
 
