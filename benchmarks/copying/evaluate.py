@@ -44,6 +44,7 @@ from captum_ssm.metrics import alignment_scores, hit_rate
 from captum_ssm.visualization import interaction_map
 
 HERE = Path(__file__).resolve().parent
+SAME = ("model", "examples", "length", "accuracy")  # of results that are put together
 # Pitorro & Treviso (2025), table 2: AUC, AP, R@K, on 13M-parameter models and 50-token strings.
 PAPER = {
     "mamba": {
@@ -193,13 +194,12 @@ def accuracy(model: Any, examples: list[CopyBatch]) -> float:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown, the paper's numbers next to ours."""
-    paper = PAPER.get(results["model_type"], {})
     lines = [
         "| method | layer | AUC | AP | R@K | within one | paper: AUC / AP / R@K |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in results["methods"].items():
-        theirs = " / ".join(f"{x:.2f}" for x in paper[name]) if name in paper else ""
+        theirs = " / ".join(f"{x:.2f}" for x in row.get("paper", ()))
         layer = "all" if row["layer"] is None else row["layer"]
         lines.append(
             f"| {name} | {layer} | {row['auc']:.3f} | {row['ap']:.3f} | "
@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument(
         "--activations", nargs="+", default=["silu", "gate", "taylor1", "taylor2"], help="of LaTIM"
     )
+    parser.add_argument("--only", default="", help="only methods with this in their names")
     parser.add_argument("--name", help="of the result; default: the model's folder")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     parser.add_argument("--figures", type=Path, help="also write each method's heatmap here")
@@ -231,6 +232,8 @@ def main() -> None:
         "model_type": model.config.model_type,
         "examples": args.examples,
         "length": args.length,
+        "layers": model.config.num_hidden_layers,
+        "width": model.config.hidden_size,
         "machine": platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -239,8 +242,15 @@ def main() -> None:
     }
     with torch.no_grad():
         results["accuracy"] = accuracy(model, scored_on)
+    path = args.output / f"{results['model']}.json"
+    if args.only:  # the others stay as they were measured, on the same strings
+        before = json.loads(path.read_text())
+        if [before[key] for key in SAME] != [results[key] for key in SAME]:
+            raise SystemExit(f"{path} is of {before}; --only needs the same {', '.join(SAME)}.")
+        results["methods"] = before["methods"]
     layers = model.config.num_hidden_layers
-    for name, readings in tqdm(list(methods(model, layers, args.activations)), desc="methods"):
+    chosen = [m for m in methods(model, layers, args.activations) if args.only in m[0]]
+    for name, readings in tqdm(chosen, desc="methods"):
         layer = None
         if len(readings) > 1:
             layer = max(range(layers), key=lambda k: score(readings[k], chosen_on)["ap"])
@@ -255,8 +265,11 @@ def main() -> None:
             )
             slug = "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
             figure.savefig(args.figures / f"{slug}.png", dpi=100)
+    for name, scores in PAPER.get(results["model_type"], {}).items():
+        if name in results["methods"]:
+            results["methods"][name]["paper"] = scores
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / f"{results['model']}.json").write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
     text = (
         f"# {results['model']}\n\n{args.examples} held-out strings of {args.length} symbols; the "
         f"model predicts {100 * results['accuracy']:.2f}% of the copied tokens.\n\n"

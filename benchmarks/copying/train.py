@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -152,6 +152,16 @@ def copy_logits(model: PreTrainedModel, batch: CopyBatch) -> Tensor:
     return logits[:, batch.length :]
 
 
+def learning_rate(args: argparse.Namespace) -> Callable[[int, int], float]:
+    """The schedule, with a linear end to zero if a cooldown is asked for."""
+    schedule = inverse_square_root if args.schedule == "inverse-square-root" else lr_factor
+
+    def factor(step: int, steps: int) -> float:
+        return schedule(step, steps) * min(1.0, (steps - step) / max(1, args.cooldown))
+
+    return factor
+
+
 def train(model: PreTrainedModel, args: argparse.Namespace) -> tuple[float, list[dict[str, float]]]:
     """Train in place and return the seconds it took and the scores on the way.
 
@@ -178,7 +188,7 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> tuple[float, list
         "copying",
         loss_of,
         scores,
-        factor=inverse_square_root if args.schedule == "inverse-square-root" else lr_factor,
+        factor=learning_rate(args),
         checkpoint=checkpoint,
         is_done=lambda shares: shares["accuracy"] >= args.enough,
     )
@@ -293,6 +303,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("cosine", "inverse-square-root"), default="cosine")
     parser.add_argument(
         "--lessons", type=float, default=0.4, help="part of the steps in which lengths grow"
+    )
+    parser.add_argument(
+        "--cooldown", type=int, default=0, help="last steps, in which the rate falls to zero"
     )
     parser.add_argument("--watched", type=int, default=256, help="strings judged on the way")
     parser.add_argument("--enough", type=float, default=2.0, help="accuracy at which to stop")
