@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from typing_extensions import Self
 
 from captum_ssm.attr.base import computed
 from captum_ssm.attr.flow.activations import (
     Activations,
     ActivationStandIns,
     PropagatedRun,
+    ScaledStandIns,
     coefficients_of,
 )
 from captum_ssm.attr.flow.build import graph_of
@@ -60,6 +64,8 @@ class RelevanceFlow(MambaLRP):
         >>> best.target, best.source <= best.target
         (6, True)
     """
+
+    _stand_ins: Callable[..., ActivationStandIns] = ActivationStandIns
 
     def get_name(self) -> str:
         """The method's name."""
@@ -246,16 +252,26 @@ class RelevanceFlow(MambaLRP):
             layers = _layers(frozen, kept, run.coefficients, formulation)
             return components_of(run, layers, score)
 
+    def in_changed_run(self, stand_ins: Callable[..., ActivationStandIns]) -> Self:
+        """This method, in a run whose mixers do not return what the model's do.
+
+        Args:
+            stand_ins (Callable): makes what takes their place.
+        """
+        found = copy(self)
+        found.check, found._stand_ins = False, stand_ins
+        return found
+
     def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
         # The mean over runs in which all edges are scaled by (k + 1/2) / steps.
         count = as_index(steps)
         if count is None or count < 1:
             raise ValueError(f"steps is {steps!r}; expected an integer of at least 1.")
         whole = self._asked(arguments, formulation, "gradient")
-        unchecked = copy(self)
-        unchecked.check = False  # a scaled mixer does not return what the model's does
         runs = [
-            unchecked._asked(arguments, formulation, "gradient", scale=(k + 0.5) / count)
+            self.in_changed_run(partial(ScaledStandIns, factor=(k + 0.5) / count))._asked(
+                arguments, formulation, "gradient"
+            )
             for k in range(count)
         ]
         layers = {name: mean_of([run.layers[name] for run in runs]) for name in whole}
@@ -268,22 +284,16 @@ class RelevanceFlow(MambaLRP):
         rule: str = "lrp",
         *,
         balanced: bool = False,
-        scale: float = 1.0,
     ) -> RelevanceEdges:
-        return computed(lambda: self._edges(arguments, formulation, rule, balanced, scale))
+        return computed(lambda: self._edges(arguments, formulation, rule, balanced))
 
     def _edges(
-        self,
-        arguments: Arguments,
-        formulation: str | None,
-        rule: str,
-        balanced: bool,
-        scale: float,
+        self, arguments: Arguments, formulation: str | None, rule: str, balanced: bool
     ) -> RelevanceEdges:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
 
         def make(asked: Request) -> ActivationStandIns:  # once all mixers are known
-            return ActivationStandIns(asked, blocks_of(asked.module), rule, scale)
+            return self._stand_ins(asked, blocks_of(asked.module), rule)
 
         stand_ins, frozen = self._propagated(request, arguments, make)
         self._warn(frozen)

@@ -81,7 +81,8 @@ def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
     if not readout.is_whole:
         shares = readout.shares(output, steps, maps.past.get(graph.end, {}))
     past = readout.past_pool(steps, shares)
-    held, said = readout.balance(past, shares)
+    again = len(maps.read_again.get(graph.end, ()))
+    held, said = readout.balance(past, shares, output[len(output) - again :])
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
         (graph.step_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
@@ -113,7 +114,8 @@ def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
             else:
                 _place_sibling(graph, i, group[0])
             graph.put(i)
-        steps.append(Step(tuple(group), reads, graph.tokens(group[0])))
+        is_aside = group[0] in maps.aside
+        steps.append(Step(tuple(group), reads, graph.tokens(group[0]), is_aside=is_aside))
     return steps
 
 
