@@ -16,12 +16,13 @@ from captum_ssm.cli.inputs import read_messages, read_texts
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
+    add_pixels,
     check_device,
     found_model,
     is_vision_mamba,
-    load_image,
     load_model,
     load_tokenizer,
+    picture_options,
     quiet,
 )
 from captum_ssm.cli.options import add_options, flag, method_named, options_of
@@ -199,15 +200,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         help="Where to write a page (.html), the data (.json), a table (.csv) or a picture (.png, "
         ".svg, .pdf).",
     )
-    for name, what in (("mean", "means"), ("std", "standard deviations")):
-        parser.add_argument(
-            f"--{name}",
-            type=float,
-            nargs="+",
-            metavar="X",
-            help=f"The {what} by which a VisionMamba's pixels are normalized, one for all channels "
-            "or one for each. Default: those of ImageNet",
-        )
+    add_pixels(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -313,14 +306,22 @@ def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
+    check_no_text(args, f"--image is {args.image}")
+    return {"target": class_of(args.target), "against": class_of(args.against)}
+
+
+def check_no_text(args: argparse.Namespace, but: str) -> None:
+    """Raise where an argument is given that is for texts alone.
+
+    Raises:
+        ValueError: names it; ``but`` says what is explained in place of a text.
+    """
     of_texts = ("target_ids", "max_new_tokens", "span", "hops", "through", "reasoning", "position")
     for name in (*of_texts, "maps", "lens", "units"):
-        if getattr(args, name) not in (None, False, "token"):
+        if getattr(args, name, None) not in (None, False, "token"):
             raise ValueError(
-                f"{flag(name)} was given, which is for texts, and --image is "
-                f"{args.image}; remove one of them."
+                f"{flag(name)} was given, which is for texts, and {but}; remove one of them."
             )
-    return {"target": class_of(args.target), "against": class_of(args.against)}
 
 
 def is_classifier(model: Any) -> bool:
@@ -366,8 +367,7 @@ def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
 
 def _image(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
     model = load_model(args, images=True)
-    pixels, known = load_image(args.image, args, model)
-    return explain(model, pixels, **asked, **known)
+    return explain(model, args.image, **asked, **picture_options(args, model))
 
 
 def _figure(explanation: Explanation, units: str) -> Any:

@@ -124,3 +124,33 @@ def test_the_recipe_is_of_this_version_and_its_requirements():
     renamed = {"matplotlib": "matplotlib-base", "torch": "pytorch"}
     run = yaml.safe_load(re.sub(r"\$\{\{.*?\}\}", "x", recipe))["requirements"]["run"]
     assert {line.split()[0] for line in run} == {renamed.get(x, x) for x in names} | {"python"}
+
+
+def test_the_forms_of_the_repository_can_be_read():
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.name != "config.yml":
+            assert form["name"]
+            assert form["description"]
+            assert any(part.get("validations", {}).get("required") for part in form["body"])
+    assert len(forms) == 4
+
+
+def test_every_page_that_assistants_are_sent_to_exists():
+    for name in ("llms.txt", "AGENTS.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"`(docs/[\w/.]+|\w+\.md)`", text)
+        assert links
+        for link in links:
+            assert (ROOT / link).exists(), f"{name}: {link}"
+
+
+def test_every_reference_of_the_paper_is_in_its_bibliography_and_no_other():
+    paper = (ROOT / "paper" / "paper.md").read_text(encoding="utf-8")
+    cited = set(re.findall(r"@(\w+)", paper))
+    listed = re.findall(r"^@\w+\{(\w+),", (ROOT / "paper" / "paper.bib").read_text(), re.MULTILINE)
+    assert cited == set(listed)
+    assert len(listed) == len(cited)
+    words = len(re.sub(r"^---.*?^---", "", paper, flags=re.DOTALL | re.MULTILINE).split())
+    assert 250 <= words <= 1750  # as JOSS asks

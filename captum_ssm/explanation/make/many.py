@@ -19,7 +19,7 @@ from captum_ssm.capture import Readout
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.answers import AskedAnswer
-from captum_ssm.explanation.make.arrays import given
+from captum_ssm.explanation.make.arrays import Known, given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.generate import Generation, parse_generation
 from captum_ssm.explanation.make.images import image_questions
@@ -121,6 +121,7 @@ class Explainer:
             tokenizer, position, parse_spans(units), AskedAnswer.of(span, hops, reasoning, through)
         )
         self._task: Task | None = None
+        self._known: Known = {}
 
     def questions(
         self,
@@ -184,7 +185,7 @@ class Explainer:
     ) -> Sequence[Answerable]:
         own = None if is_tokenizer(tokenizer) else tokenizer
         processor = own if self.processor is None else self.processor
-        found = given(self.setup.model, arrays, processor, self.mean, self.std)
+        found = given(self.setup.model, arrays, processor, self.mean, self.std, self._known)
         found = found.named(self.features)
         if found.note:
             self.setup.note(found.note)
