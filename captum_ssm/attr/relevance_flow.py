@@ -23,6 +23,12 @@ from captum_ssm.attr.flow.build import graph_of
 from captum_ssm.attr.flow.components import Components, components_of
 from captum_ssm.attr.flow.direct import DirectRun, DirectStandIns
 from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.features import (
+    FeatureRelevance,
+    blocks_read_by,
+    check_decoder,
+    features_of,
+)
 from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.shift import with_shifts
@@ -30,7 +36,7 @@ from captum_ssm.attr.flow.stream import blocks_of, nodes_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
-from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture import FrozenModel, Readout, Request
 from captum_ssm.capture.target import Against
 from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.utils.integers import as_index
@@ -196,6 +202,45 @@ class RelevanceFlow(MambaLRP):
         _check_formulation("hidden" if formulation is None else formulation)
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
         return computed(lambda: self._components(arguments, formulation))
+
+    def features(
+        self,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        readout: Readout,
+        against: Any = "others",
+        position: Any = None,
+    ) -> FeatureRelevance:
+        r"""The relevance of features of the residual stream, such as the latents of an SAE.
+
+        With :math:`g_t` MambaLRP's coefficient at what the readout's layer returns, the relevance
+        of feature f at token t is its value there, :math:`z_{tf}`, times :math:`g_t \cdot d_f`,
+        where :math:`d_f` is its row of the decoder. Features and rest add up to the relevance of
+        the stream. To ask which features of one layer made a feature of a later one, make the
+        method with the later readout in the model's place.
+
+        Args:
+            inputs, target, additional_forward_args, against, position: as for :meth:`edges`.
+            readout (Readout): of the same model, with a decoder.
+
+        Raises:
+            ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, for a readout
+                without a decoder, or for a layer that the score does not read.
+        """
+        check_decoder(readout)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
+        return computed(lambda: self._features(arguments, readout))
+
+    def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
+        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
+        stand_ins, frozen = self._propagated(request, arguments, blocks_read_by(readout))
+        self._warn(frozen)
+        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        run = PropagatedRun.of(stand_ins, kept, score, "lrp", retain_graph=False)
+        with self._computing():
+            return features_of(run, stand_ins, readout, score)
 
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
