@@ -184,11 +184,10 @@ def _hidden(request: Request) -> str | None:
     with torch.enable_grad():
         run = _Run(request)()
         promise = _promises([end for _, end in run.ends], run.starts)
-    if promise is None:
-        return None
-    is_compared, reason = False, ""
+    is_compared, reason = False, "a function in it cannot be differentiated twice"
     with torch.no_grad():
-        for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
+        all_steps = _steps(run.starts, torch.Generator().manual_seed(0))
+        for steps in [] if promise is None else all_steps:
             held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
             try:
                 after = _Run(request, held, run.results)().ends
@@ -252,10 +251,6 @@ def _promises(
     # which a derivative of zero passes on, such as that of a saturated tanh.
     live = [end for end in ends if end.requires_grad]
     duals = [torch.zeros_like(end, requires_grad=True) for end in live]
-    try:
-        back = torch.autograd.grad(live, starts, duals, create_graph=True, allow_unused=True)
-    except RuntimeError:
-        return None
 
     def promise(steps: list[Tensor]) -> list[Tensor]:
         pairs = [
@@ -273,4 +268,9 @@ def _promises(
         changes = [next(of_live) if end.requires_grad else torch.zeros_like(end) for end in ends]
         return [(change.detach() != 0).any(-1) for change in changes]
 
+    try:
+        back = torch.autograd.grad(live, starts, duals, create_graph=True, allow_unused=True)
+        promise([torch.zeros_like(start) for start in starts])
+    except RuntimeError:
+        return None
     return promise

@@ -147,6 +147,12 @@ class MixerGraph:
                     f"{self.batch} examples, and maps through the layers are of all at once; "
                     "explain one example at a time."
                 )
+            if exit.shape[0] % self.batch != 0:
+                raise UnsupportedModelError(
+                    f"{name} is given {exit.shape[0]} sequences of the {self.batch} examples, so "
+                    "that tokens of one example may read those of others; expected as many "
+                    "sequences for each example. Explain one example at a time."
+                )
 
     def name(self, i: int) -> str:
         """What i is called in messages."""
