@@ -141,17 +141,11 @@ class MixerGraph:
                     "maps are not over the tokens of one sequence; expected a mixer that returns "
                     "one token for each. Register an adapter with captum_ssm.register_mixer."
                 )
-            if exit.shape[0] % self.batch != 0 and calls[name] % self.batch == 0:
-                raise UnsupportedModelError(
-                    f"the model runs {name} on one example at a time, {calls[name]} times for "
-                    f"{self.batch} examples, and maps through the layers are of all at once; "
-                    "explain one example at a time."
-                )
             if exit.shape[0] % self.batch != 0:
                 raise UnsupportedModelError(
-                    f"{name} is given {exit.shape[0]} sequences of the {self.batch} examples, so "
-                    "that tokens of one example may read those of others; expected as many "
-                    "sequences for each example. Explain one example at a time."
+                    f"the model runs {name} on tokens {(*exit.shape,)}, {calls[name]} times for "
+                    f"{self.batch} examples, and maps through the layers are of all at once; "
+                    "explain one example at a time."
                 )
 
     def name(self, i: int) -> str:

@@ -20,7 +20,7 @@ from captum_ssm.wiring.token_order import Orders
 from captum_ssm.wiring.wiring import Read, Step
 
 
-class Readout:
+class OutputReads:
     """What the output of one run, or a score, reads.
 
     Args:

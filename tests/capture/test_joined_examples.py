@@ -57,7 +57,7 @@ def test_examples_in_one_sequence_are_refused():
             return self.head((h + self.b(h))[:, -1])
 
     model = Joined().eval()
-    with pytest.raises(UnsupportedModelError, match="1 sequences of the 2 examples"):
+    with pytest.raises(UnsupportedModelError, match="one example at a time"):
         MambaRollout(model).attribute(noise(2, L, E))
     assert MambaRollout(model).attribute(noise(1, L, E)).shape == (1, L, E)
 
@@ -90,16 +90,10 @@ def test_a_function_without_a_second_derivative():
     # A hard sigmoid; what is written out has one.
     x, found = noise(1, L, E), []
     for between in (F.hardsigmoid, lambda h: torch.clamp(h / 6 + 0.5, 0, 1)):
-        model = Two(between).eval()
-        is_said = between is F.hardsigmoid
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            found.append(MambaRollout(model).attribute(x))
-        assert is_said == any("cannot be differentiated twice" in str(one.message) for one in heard)
+        found.append(MambaRollout(Two(between).eval()).attribute(x))
     assert_close(*found, 1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:Past could not be run with its tokens moved")
 def test_a_way_that_cannot_be_measured_is_refused():
     class Past(Two):
         def forward(self, x):

@@ -10,6 +10,7 @@ from inputs import noise
 from methods import assert_close
 from models import randomize
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from captum_ssm import (
     MambaAttribution,
@@ -200,6 +201,30 @@ class Lying(torch.autograd.Function):
         return gradient
 
 
+class LyingOnce(Lying):
+    """The same, by a kernel: its backward pass cannot be differentiated."""
+
+    backward = staticmethod(once_differentiable(Lying.backward))
+
+
+class Doubled(torch.autograd.Function):
+    """Each token twice, by a kernel whose backward pass is right, and leaves no graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient.detach()
+
+
+class DoubledOnce(Doubled):
+    """The same, which says that its backward pass cannot be differentiated."""
+
+    backward = staticmethod(once_differentiable(Doubled.backward))
+
+
 def normed(x):
     # By the size of all earlier tokens, which autograd does not see.
     size = x.square().mean(-1, keepdim=True).cumsum(1) / torch.arange(1, L + 1)[:, None]
@@ -245,6 +270,7 @@ REFUSED = {
     ),
     "a backward pass of its own": lambda m, x: two(m, x, Lying.apply),
     "a backward pass of its own at the end": lambda m, x: m.head(Lying.apply(m.towards(x))[:, -1]),
+    "a backward pass of a kernel's own": lambda m, x: two(m, x, LyingOnce.apply),
     "a hidden norm over tokens": lambda m, x: two(m, x, normed),
     "a mask that the input seeds": lambda m, x: two(m, x, masked),
     "tokens that are written to data": lambda m, x: two(m, x, written),
@@ -268,6 +294,18 @@ def test_what_is_unknown_or_hidden_is_refused_or_said(name):
     for _ in range(2):
         said = warnings_of_relevance(model, x)
         assert any("autograd does not show" in one or "are mixed by" in one for one in said)
+
+
+@pytest.mark.parametrize("kernel", [Doubled, DoubledOnce])
+def test_a_kernel_whose_backward_pass_has_no_graph_hides_nothing(kernel):
+    x = tokens()
+    model, plain = (
+        with_forward(lambda m, x, between=between: two(m, x, between))
+        for between in (kernel.apply, lambda h: 2 * h)
+    )
+    assert_close(MambaRollout(model).attribute(x), MambaRollout(plain).attribute(x), 1e-9)
+    (said,) = warnings_of_relevance(model, x)
+    assert "has no rule" in said
 
 
 def warnings_of_relevance(model, x):
