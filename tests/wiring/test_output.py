@@ -159,11 +159,10 @@ def test_tokens_in_other_places_are_followed_past_mixers(place, order):
     mixers = (model.a, model.b) if place == 0 else (model.a, model.b, model.c)
     states = rollout(model, x, *mixers)
     h, rows = states[-1]
-    h, rows = h + 2 * move(states[place][0]), (rows + 4 * move(states[place][1])) / 5
+    h, rows = h + 2 * move(states[place][0]), (rows + 2 * move(states[place][1])) / 3
     if place == 0:
         with torch.no_grad():
             h, rows = after(model.c, h, rows)
-    # The shares of both are estimated by the squared norms of what they are multiplied by.
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], rows[0, -1], 1e-6)
 
 
