@@ -88,9 +88,7 @@ def _tokens(sinks: Sequence[Row]) -> list[dict[str, Any]]:
         held = largest.get(row["token"])
         if held is None or row["share"] > held["share"]:
             largest[row["token"]] = row
-    ranked = sorted(
-        largest.values(), key=lambda row: (math.isnan(row["low"]), -row["low"], -row["share"])
-    )
+    ranked = sorted(largest.values(), key=_rank)
     return [
         {
             "text": str(row["token"] if row["text"] is None else row["text"]),
@@ -100,6 +98,12 @@ def _tokens(sinks: Sequence[Row]) -> list[dict[str, Any]]:
         }
         for row in ranked[:MOST_TOKENS]
     ]
+
+
+def _rank(row: Row) -> tuple[bool, float]:
+    # By the lower end of the interval, so that a rare token is not first by luck.
+    is_rare = math.isnan(row["low"])
+    return is_rare, -row["share"] if is_rare else -row["low"]
 
 
 def _finite(value: float) -> float | None:

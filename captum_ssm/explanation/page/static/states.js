@@ -70,10 +70,10 @@ class StatesPage {
   }
 
   #sentence() {
-    const lives = this.data.layers.map((layer) => [layer, middle(layer)]).sort((a, b) => a[1] - b[1]);
+    const lives = this.data.layers.map((layer) => [layer, medianOf(layer)]).sort((a, b) => a[1] - b[1]);
     const told = ([layer, life]) => (life === Infinity
       ? [`in ${short(layer)} more than half of it `, element("b", {}, "outlives the text")]
-      : [`in ${short(layer)} half of it is gone after `, element("b", {}, tokens(life))]);
+      : [`in ${short(layer)} half of it is gone after `, element("b", {}, inTokens(life))]);
     const ends = lives.length > 1 ? [told(lives[0]), "; ", told(lives.at(-1))] : told(lives[0]);
     return ["What is written fades: ", ends, "."];
   }
@@ -91,7 +91,7 @@ class StatesPage {
         element("td", {}, element("button", { type: "button", class: "link", onclick: () => this.#choose(k) }, visible(layer.name))),
         element("td", {}, svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "strip-of-lives", role: "img",
           "aria-label": `${count(known.length, "half-life").replace("lifes", "lives")} that end in the texts` }, dots)),
-        element("td", { class: "number" }, tokens(middle(layer))),
+        element("td", { class: "number" }, inTokens(medianOf(layer))),
         element("td", { class: "number" }, percent(layer.outlives)));
     });
     return element("table", { class: "slices" },
@@ -136,7 +136,7 @@ class StatesPage {
 }
 
 // The median over a layer's channels or heads, in which those that outlive their texts are longest.
-function middle({ lives }) {
+function medianOf({ lives }) {
   const sorted = lives.map(({ life }) => life ?? Infinity).sort((a, b) => a - b);
   return sorted[Math.floor((sorted.length - 1) / 2)];
 }
@@ -147,4 +147,4 @@ function short({ name: title }) {
   return numbers?.length === 1 ? `layer ${numbers[0]}` : visible(title);
 }
 
-const tokens = (life) => (life === Infinity ? "longer than the texts" : `${digits(life)} ${life === 1 ? "token" : "tokens"}`);
+const inTokens = (life) => (life === Infinity ? "longer than the texts" : `${digits(life)} ${life === 1 ? "token" : "tokens"}`);
