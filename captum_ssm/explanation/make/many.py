@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from captum_ssm.capture import Readout
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.answers import AskedAnswer
@@ -110,6 +111,8 @@ class Explainer:
         model, tokenizer, _, processor = unpacked(model, tokenizer, None, processor)
         how = methods, alternatives, maps, layers, lens, memory_limit
         self.setup = parse_setup(model, *how, tokenizer, validate, circuit)
+        if labels is None and isinstance(model, Readout) and model.names:
+            labels = model.names
         self.processor, self.labels, self.features = processor, labels, features
         self.mean, self.std, self.title = mean, std, title
         self.max_new_tokens, self.generation = max_new_tokens, generation

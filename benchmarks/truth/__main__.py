@@ -1,0 +1,200 @@
+"""Run the benchmark: ``python -m benchmarks.truth --quick``.
+
+    python -m benchmarks.truth                                  # the full run
+    python -m benchmarks.truth --train                          # other seeds' models, first
+    python -m benchmarks.truth --quick --method mine.py:relevance
+    python -m benchmarks.truth --quick --ranking mine.py:edges  # of edges, for the circuits
+
+The record is written after each task, and a run goes on where the last one stopped. ``--tasks`` and
+``--methods`` choose by a part of the name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import captum
+import torch
+import transformers
+
+import captum_ssm
+
+from . import models
+from .circuits import RANKINGS, scored_circuits
+from .floats import float_tasks
+from .harness import Plan, scored_task
+from .methods import HEURISTICS, METHODS, SLOW, from_file
+from .page import write_page
+from .task import Task
+from .texts import text_tasks
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FULL, QUICK = Plan(), Plan(examples=6, randomized=3)
+# One task of each family, and both of the series.
+QUICK_TASKS = (
+    "copying-mamba",
+    "passkey-mamba",
+    "stories-mamba, color",
+    "chains-mamba2",
+    "series-forecaster",
+    "series-classifier",
+    "digits-vim",
+    "moving-video",
+    "typeseg",
+)
+
+
+def tasks() -> list[Task]:
+    """All tasks."""
+    return [*text_tasks(), *float_tasks()]
+
+
+def about(plan: Plan, name: str) -> dict[str, Any]:
+    """What the scores depend on, apart from the code."""
+    versions = {
+        "captum_ssm": captum_ssm.__version__,
+        "captum": captum.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    return {
+        "benchmark": "truth",
+        "run": name,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "processor": models.processor(),
+        "versions": versions,
+        "seed": plan.seed,
+        "plan": vars(plan),
+        "heuristics": HEURISTICS,
+        "tasks": [],
+        "circuits": [],
+    }
+
+
+def save(record: dict[str, Any], path: Path) -> None:
+    """Write the record, one line per method's scores."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1)
+    lines, inside = [], ""
+    for line in text.splitlines():  # lists of numbers stand on one line
+        if inside or line.endswith(": ["):
+            inside += line.strip() if inside else line
+            if line.strip() in ("]", "],") or line.endswith("{"):
+                lines.append(inside)
+                inside = ""
+        else:
+            lines.append(line)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def known(record: dict[str, Any], track: str, task: str) -> dict[str, Any] | None:
+    """What the record has of a task."""
+    return next((row for row in record[track] if row["name"] == task), None)
+
+
+def merged(record: dict[str, Any], track: str, found: dict[str, Any]) -> None:
+    """Add a task's scores to those of other methods that the record has."""
+    old = known(record, track, found["name"])
+    if old is None:
+        record[track].append(found)
+        return
+    for part in ("scores", "refused", "seconds"):
+        found[part] = {**old.get(part, {}), **found[part]}
+    old.update(found)
+
+
+def measure(args: argparse.Namespace, record: dict[str, Any], plan: Plan, path: Path) -> None:
+    """All that the record lacks, task by task."""
+    tracks = {
+        "tasks": (_chosen(METHODS, args, args.method), scored_task),
+        "circuits": (_chosen(RANKINGS, args, args.ranking), scored_circuits),
+    }
+    for track, (entrants, scored) in tracks.items():
+        if args.track not in ("both", track):
+            continue
+        for task in tasks():
+            is_chosen = not args.tasks or any(part in task.name for part in args.tasks)
+            if not is_chosen or (args.quick and not args.tasks and task.name not in QUICK_TASKS):
+                continue
+            if track == "circuits" and not task.has_circuits():
+                continue
+            old = known(record, track, task.name) or {"scores": {}, "refused": {}}
+            left = {
+                name: entrant
+                for name, entrant in entrants.items()
+                if name not in old["scores"] and name not in old["refused"]
+            }
+            if left:
+                start = time.process_time()
+                found = scored(task, left, plan, lambda line: print(line, flush=True))
+                merged(record, track, found)
+                save(record, path)
+                print(f"{task.name}: {time.process_time() - start:.0f} s", flush=True)
+
+
+def _chosen(
+    entrants: dict[str, Any], args: argparse.Namespace, places: list[str]
+) -> dict[str, Any]:
+    submitted = dict(map(from_file, places))
+    if args.quick:
+        entrants = {name: one for name, one in entrants.items() if name not in SLOW}
+    if args.methods:
+        entrants = {n: one for n, one in entrants.items() if any(p in n for p in args.methods)}
+    return {**entrants, **submitted}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.truth", description=(__doc__ or "").partition("\n")[0]
+    )
+    found.add_argument("--quick", action="store_true", help="few examples of one task per family")
+    found.add_argument("--examples", type=int, help="of each task, instead of the run's own number")
+    found.add_argument("--track", choices=("both", "tasks", "circuits"), default="both")
+    found.add_argument("--tasks", nargs="+", default=[], help="parts of names")
+    found.add_argument("--methods", nargs="+", default=[], help="parts of names")
+    place = "FILE.py:FUNCTION"
+    found.add_argument("--method", action="append", default=[], metavar=place)
+    found.add_argument("--ranking", action="append", default=[], metavar=place)
+    found.add_argument("--train", action="store_true", help="train the other seeds' models first")
+    found.add_argument("--anew", action="store_true", help="forget what the record has")
+    found.add_argument("--output", type=Path, default=RESULTS)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, write the record, and make its page."""
+    args = parser().parse_args(argv)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    name, plan = ("quick", QUICK) if args.quick else ("full", FULL)
+    if args.examples:
+        plan = Plan(args.examples, min(plan.randomized, args.examples))
+    if args.train:
+        for task in tasks():
+            for seed in task.seeds:
+                if not models.is_trained(task.trained_as, seed):
+                    models.train(task.trained_as, seed)
+    path = args.output / f"{name}.json"
+    record = about(plan, name)
+    if path.exists() and not args.anew:
+        record |= {
+            k: v for k, v in json.loads(path.read_text()).items() if k in ("tasks", "circuits")
+        }
+    measure(args, record, plan, path)
+    save(record, path)
+    write_page(record, path.with_suffix(".html"))
+    print(f"{path} and {path.with_suffix('.html').name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
