@@ -81,8 +81,8 @@ def _left_out(report: ReportData, listed: int, shown: int) -> list[str]:
         )
     if shown < count:
         told.append(
-            f"{shown:,} examples are here with their tokens, and open as a page of their own: the "
-            "most and the least typical, those that changed, and wrong ones."
+            f"Examples that are here with their tokens, and open as pages of their own: {shown:,}, "
+            "the most and the least typical, those that changed, and wrong ones."
         )
     return told
 
