@@ -16,7 +16,7 @@ test notebooks: export OMP_NUM_THREADS ?= 1
 
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types notebooks docs check-cuda check-aarch64 clean
+.PHONY: demo test lint types notebooks docs dist check-cuda check-aarch64 clean
 
 demo: $(STAMP)
 	$(BIN)/python tutorials/copying_demo.py --output out
@@ -49,6 +49,10 @@ docs: $(STAMP)
 	CAPTUM_SSM_BUILD=0 $(PIP) --no-deps --no-build-isolation --target docs/_build/site .
 	cd docs && PYTHONPATH=_build/site CAPTUM_SSM_PURE_TORCH=1 \
 	    ../$(BIN)/python -m sphinx -q -W --keep-going . _build/html
+
+# What would be published, built and checked; then installed into an environment of its own, and tried.
+dist: $(STAMP)
+	PYTHON=$(BIN)/python TORCH="$(TORCH)" .ci/dist
 
 check-cuda: $(WITH_TORCH)
 	PYTHON=$(BIN)/python bash csrc/check_cuda.sh

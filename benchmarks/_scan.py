@@ -1,4 +1,4 @@
-"""Mamba's scan and RWKV's, so that they train quickly on a CPU.
+"""The scans of Mamba, Mamba-2 and RWKV, so that they train quickly on a CPU.
 
 Without the CUDA kernels, transformers steps through the sequence by indexing tensors of shape
 ``(batch, channels, length, state)``; autograd then fills a zero tensor of that size for every step,
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.rwkv import modeling_rwkv
 
 from captum_ssm.models import s6
@@ -120,6 +121,36 @@ def reference_scan(v: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     return out.transpose(0, 1)
 
 
+def chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor,
+    dt_bias: Tensor,
+    return_final_states: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Stand-in for transformers' ``mamba2_chunk_scan``: the whole sequence is one chunk.
+
+    ``hidden_states`` is ``(batch, length, heads, head_dim)``, ``dt`` lacks the last axis, and ``B``
+    and ``C`` are ``(batch, length, groups, state)``. Lengths are short here, so two products with
+    matrices of tokens cost less than a state per chunk.
+    """
+    if return_final_states:
+        raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
+    dt = functional.softplus(dt + dt_bias)
+    total = (dt * A).cumsum(1).mT  # (batch, heads, length)
+    later = torch.ones(dt.shape[1], dt.shape[1], dtype=torch.bool).triu(1)
+    decays = (total[..., None] - total[:, :, None]).masked_fill(later, -torch.inf).exp()
+    scores = C.transpose(1, 2) @ B.permute(0, 2, 3, 1)  # (batch, groups, length, length)
+    maps = (decays.unflatten(1, (B.shape[2], -1)) * scores[:, :, None]).flatten(1, 2)
+    out = maps @ (hidden_states * dt[..., None]).transpose(1, 2)
+    return out.transpose(1, 2) + hidden_states * D[:, None]
+
+
 def wkv(
     time_decay: Tensor,
     time_first: Tensor,
@@ -149,18 +180,21 @@ def wkv(
 
 @contextmanager
 def fast_scan() -> Iterator[None]:
-    """Let transformers' Mamba and RWKV and the reference models use these inside the block."""
+    """Let transformers' models and the reference models use these inside the block."""
     stock = getattr(modeling_mamba, "mamba_selective_scan", None)
     if stock is None:
         # Older releases have the scan inline, where it cannot be replaced.
         raise RuntimeError(f"transformers {transformers.__version__} has no scan to replace")
     stock_wkv, stock_reference = modeling_rwkv.rwkv_linear_attention, s6.selective_scan
+    stock_chunks = modeling_mamba2.mamba2_chunk_scan
     modeling_mamba.mamba_selective_scan = selective_scan
+    modeling_mamba2.mamba2_chunk_scan = chunk_scan
     modeling_rwkv.rwkv_linear_attention = wkv
     s6.selective_scan = reference_scan
     try:
         yield
     finally:
         modeling_mamba.mamba_selective_scan = stock
+        modeling_mamba2.mamba2_chunk_scan = stock_chunks
         modeling_rwkv.rwkv_linear_attention = stock_wkv
         s6.selective_scan = stock_reference

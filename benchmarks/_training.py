@@ -156,12 +156,60 @@ def lr_factor(step: int, steps: int) -> float:
     return warmup * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
 
 
+def inverse_square_root(step: int, steps: int) -> float:
+    """Linear warm-up, then down with the root of the step (Vaswani et al., 2017)."""
+    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
+
+
+class Checkpoint:
+    """A file that a long training goes on from after it was stopped.
+
+    It holds weights, optimizer, random numbers and the history of scores.
+
+    Args:
+        path (Path, optional): None keeps the history and no file. Default: None
+        generator (torch.Generator, optional): what the batches are drawn from. Default: None
+    """
+
+    def __init__(self, path: Path | None = None, generator: torch.Generator | None = None) -> None:
+        self.path, self.generator = path, generator
+        self.history: list[dict[str, float]] = []
+
+    def load(self, *parts: Any) -> int:
+        """Restore the parts, which have a ``state_dict``, and return the number of steps done."""
+        if self.path is None or not self.path.exists():
+            return 0
+        saved = torch.load(self.path)
+        for part, state in zip(parts, saved["parts"], strict=True):
+            part.load_state_dict(state)
+        if self.generator is not None:
+            self.generator.set_state(saved["generator"])
+        self.history = saved["history"]
+        return int(self.history[-1]["step"])
+
+    def save(self, *parts: Any) -> None:
+        """Write the parts as they are after the last entry of the history."""
+        if self.path is None:
+            return
+        state = {"parts": [part.state_dict() for part in parts], "history": self.history}
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        # A run that is stopped while it writes still has the file before.
+        written = self.path.with_suffix(".new")
+        torch.save(state, written)
+        written.replace(self.path)
+
+
 def fit(
     model: nn.Module,
     args: argparse.Namespace,
     name: str,
     loss_of: Callable[[int], Tensor],
     scores: Callable[[], dict[str, float]],
+    *,
+    factor: Callable[[int, int], float] = lr_factor,
+    checkpoint: Checkpoint | None = None,
+    is_done: Callable[[dict[str, float]], bool] = lambda _: False,
 ) -> float:
     """Train in place and return the seconds it took.
 
@@ -172,12 +220,19 @@ def fit(
         loss_of (Callable): takes the number of a step and returns its loss.
         scores (Callable): the shares of right answers so far, by name; called every
             ``report_every`` steps, in evaluation mode and without gradients.
+        factor (Callable, optional): takes a step and the number of steps to what the learning
+            rate is multiplied by. Default: :func:`lr_factor`
+        checkpoint (Checkpoint, optional): where to go on from. Default: None
+        is_done (Callable, optional): takes the scores to whether to stop early. Default: never
     """
+    checkpoint = Checkpoint() if checkpoint is None else checkpoint
     optimizer = optimizer_for(model, args)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(s, args.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: factor(s, args.steps))
+    first = checkpoint.load(model, optimizer, schedule)
+    spent = checkpoint.history[-1]["seconds"] if checkpoint.history else 0.0
     model.train()
-    start = time.monotonic()
-    progress = trange(args.steps, desc=name, mininterval=1.0, disable=None)
+    start = time.monotonic() - spent
+    progress = trange(first, args.steps, desc=name, mininterval=1.0, disable=None)
     for step in progress:
         loss = loss_of(step)
         optimizer.zero_grad(set_to_none=True)
@@ -192,9 +247,16 @@ def fit(
             model.train()
             line = ", ".join(f"{key} {share:.4f}" for key, share in shares.items())
             line = f"loss {loss.item():.4f}, {line}"
+            seconds = time.monotonic() - start
             progress.set_postfix_str(line)
             if progress.disable:  # output goes to a file: leave a line there instead of a bar
-                print(f"step {step + 1}: {line}, {time.monotonic() - start:.0f} s", flush=True)
+                print(f"step {step + 1}: {line}, {seconds:.0f} s", flush=True)
+            checkpoint.history.append(
+                {"step": step + 1, "loss": loss.item(), **shares, "seconds": round(seconds)}
+            )
+            checkpoint.save(model, optimizer, schedule)
+            if is_done(shares):
+                break
     return time.monotonic() - start
 
 
@@ -204,10 +266,11 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def save(model: PreTrainedModel, directory: Path) -> None:
-    """Save weights and configuration, and refuse a checkpoint too large to keep in git."""
+    """Save weights and configuration; ``tutorials/models`` takes none too large for git."""
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    _check_size(directory)
+    if MODELS in directory.resolve().parents:
+        _check_size(directory)
 
 
 def save_module(model: nn.Module, metrics: dict[str, Any], card: str, directory: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RelevanceFlow,
         UnifiedImplicitAttention,
     )
+    from captum_ssm.capture import Readout
     from captum_ssm.discovery.scans import register_scan
     from captum_ssm.errors import (
         InputError,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
     from captum_ssm.utils.memory import MemoryLimitError
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Area",
@@ -68,6 +69,7 @@ __all__ = [
     "MixerCall",
     "MixerSupport",
     "RawAttention",
+    "Readout",
     "ReceptiveField",
     "ReconstructionError",
     "RelevanceFlow",
@@ -101,6 +103,7 @@ _MODULES = {
     **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.trace"),
     **dict.fromkeys(("hidden_attention", "token_grids"), "inspection.implicit_attention"),
     **dict.fromkeys(("Area", "ReceptiveField"), "inspection.receptive_field"),
+    "Readout": "capture",
     **dict.fromkeys(("MixerSupport", "Support", "supported"), "inspection.support"),
     **dict.fromkeys(("FrozenMixer", "MixerCall", "register_mixer"), "mixers"),
     "Explanation": "explanation",

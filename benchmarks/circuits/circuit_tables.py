@@ -54,7 +54,8 @@ def write_tables(folder: Path) -> None:
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n")
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -75,7 +76,7 @@ def _over_models(found: dict[str, Rows], ranking: str, ablation: str, what: str)
 
 def _areas(found: dict[str, Rows]) -> str:
     head = ["ranking", *(f"{TITLES[what]}, {ablation}" for what, ablation in COLUMNS)]
-    return _table(
+    return table(
         head,
         [
             [name, *(_over_models(found, name, ablation, what) for what, ablation in COLUMNS)]
@@ -90,7 +91,7 @@ def _ablations(found: dict[str, Rows]) -> str:
     columns = [(what, ablation) for what in ("kept", "gap") for ablation in names]
     head = ["ranking", *(f"{TITLES[what]}, {ablation}" for what, ablation in columns)]
     rows = [[n, *(_over_models(found, n, a, what) for what, a in columns)] for n in shown]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _curves(found: dict[str, Rows], k: int, n: int) -> str:
@@ -101,7 +102,7 @@ def _curves(found: dict[str, Rows], k: int, n: int) -> str:
     for label, key in (("no edge", "kept_none"), ("all edges", "kept_whole")):
         values = (next(iter(rows.values()))[key] for rows in found.values())
         body.append([label, *(f"{value:.2f}" for value in values)])
-    return _table([f"k = {k}", *found], body)
+    return table([f"k = {k}", *found], body)
 
 
 def _paired(found: dict[str, Rows]) -> str:
@@ -115,4 +116,4 @@ def _paired(found: dict[str, Rows]) -> str:
             )
             cells.append(str(bootstrap(one - other)))
         body.append([f"{first} minus {second}", *cells])
-    return _table(["", "zero", "mean"], body)
+    return table(["", "zero", "mean"], body)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ from captum_ssm.metrics import alignment_scores, hit_rate
 from captum_ssm.visualization import interaction_map
 
 HERE = Path(__file__).resolve().parent
-LENGTH = 20
-
+SAME = ("model", "examples", "length", "accuracy")  # of results that are put together
 # Pitorro & Treviso (2025), table 2: AUC, AP, R@K, on 13M-parameter models and 50-token strings.
 PAPER = {
     "mamba": {
@@ -125,7 +124,9 @@ def by_map(latim: LaTIM, layer: int | None, aggregation: str, activation: str) -
     return rows
 
 
-def methods(model: Any, layers: int) -> Iterator[tuple[str, list[Maps]]]:
+def methods(
+    model: Any, layers: int, activations: Sequence[str]
+) -> Iterator[tuple[str, list[Maps]]]:
     """Each method by name, with one map for each layer it can be read at."""
     unified, latim = UnifiedImplicitAttention(model), LaTIM(model)
     for name, formulation in (("Mamba-Attention", "hidden"), ("Unified (raw)", "unified")):
@@ -140,7 +141,7 @@ def methods(model: Any, layers: int) -> Iterator[tuple[str, list[Maps]]]:
     yield "Mamba-Attribution", [by_position(MambaAttribution(model))]
     yield "Unified (attribution)", [by_position(unified)]
     yield "MambaLRP", [by_position(MambaLRP(model))]
-    for activation in ("silu", "gate", "taylor1", "taylor2"):
+    for activation in activations:
         for name, aggregation in (("l2", "l2"), ("ALTI", "alti")):
             yield (
                 f"LaTIM ({name}, {activation})",
@@ -150,12 +151,21 @@ def methods(model: Any, layers: int) -> Iterator[tuple[str, list[Maps]]]:
             f"LaTIM (ALTI-Logit, {activation})",
             [by_map(latim, None, "alti_logit", activation)],
         )
+    for activation in activations[:2]:
+        yield (
+            f"LaTIM (flow-logit, {activation})",
+            [by_position(latim, aggregation="flow_logit", activation=activation)],
+        )
 
 
-def score(maps: Maps, batches: list[CopyBatch]) -> dict[str, float]:
+def score(maps: Maps, examples: list[CopyBatch]) -> dict[str, float]:
     """The scores of one map over some batches of one length."""
-    found = torch.cat([maps(batch) for batch in batches])
-    n = batches[0].length
+    return score_of(torch.cat([maps(batch) for batch in examples]))
+
+
+def score_of(found: Tensor) -> dict[str, float]:
+    """The scores of maps ``(examples, n, n)`` of predictions to source tokens."""
+    n = found.shape[-1]
     truth = alignment(n, (-1, 0, 1))[:, :n]
     scores = alignment_scores(found, truth)
     return {
@@ -166,24 +176,30 @@ def score(maps: Maps, batches: list[CopyBatch]) -> dict[str, float]:
     }
 
 
-def accuracy(model: Any, batches: list[CopyBatch]) -> float:
+def batches(count: int, length: int, generator: torch.Generator) -> list[CopyBatch]:
+    """Held-out strings of one length, about 200 predictions at a time."""
+    size = max(1, 200 // length)
+    parts = [min(size, count - first) for first in range(0, count, size)]
+    return [held_out_batch(part, generator, length) for part in parts]
+
+
+def accuracy(model: Any, examples: list[CopyBatch]) -> float:
     """Share of the explained predictions that are right."""
     right = [
         (model(b.inputs).logits[:, predicting_positions(b.length)].argmax(-1) == b.targets)
-        for b in batches
+        for b in examples
     ]
     return float(torch.cat(right).double().mean())
 
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown, the paper's numbers next to ours."""
-    paper = PAPER.get(results["model_type"], {})
     lines = [
         "| method | layer | AUC | AP | R@K | within one | paper: AUC / AP / R@K |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in results["methods"].items():
-        theirs = " / ".join(f"{x:.2f}" for x in paper[name]) if name in paper else ""
+        theirs = " / ".join(f"{x:.2f}" for x in row.get("paper", ()))
         layer = "all" if row["layer"] is None else row["layer"]
         lines.append(
             f"| {name} | {layer} | {row['auc']:.3f} | {row['ap']:.3f} | "
@@ -196,19 +212,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(HERE.parents[1] / "tutorials/models/copying-mamba"))
     parser.add_argument("--examples", type=int, default=100, help="held-out strings scored")
+    parser.add_argument("--chosen-on", type=int, default=10, help="strings to choose a layer by")
+    parser.add_argument("--length", type=int, default=20, help="symbols of a string")
+    parser.add_argument(
+        "--activations", nargs="+", default=["silu", "gate", "taylor1", "taylor2"], help="of LaTIM"
+    )
+    parser.add_argument("--only", default="", help="only methods with this in their names")
+    parser.add_argument("--name", help="of the result; default: the model's folder")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     parser.add_argument("--figures", type=Path, help="also write each method's heatmap here")
     args = parser.parse_args()
 
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model).eval()
     generator = torch.Generator().manual_seed(1)
-    chosen_on = [held_out_batch(10, generator, LENGTH)]
-    scored_on = [held_out_batch(10, generator, LENGTH) for _ in range(max(1, args.examples // 10))]
+    chosen_on = batches(args.chosen_on, args.length, generator)
+    scored_on = batches(args.examples, args.length, generator)
     results: dict[str, Any] = {
-        "model": Path(args.model).name,
+        "model": args.name or Path(args.model).name,
         "model_type": model.config.model_type,
-        "examples": 10 * len(scored_on),
-        "length": LENGTH,
+        "examples": args.examples,
+        "length": args.length,
+        "layers": model.config.num_hidden_layers,
+        "width": model.config.hidden_size,
         "machine": platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -217,8 +242,15 @@ def main() -> None:
     }
     with torch.no_grad():
         results["accuracy"] = accuracy(model, scored_on)
+    path = args.output / f"{results['model']}.json"
+    if args.only:  # the others stay as they were measured, on the same strings
+        before = json.loads(path.read_text())
+        if [before[key] for key in SAME] != [results[key] for key in SAME]:
+            raise SystemExit(f"{path} is of {before}; --only needs the same {', '.join(SAME)}.")
+        results["methods"] = before["methods"]
     layers = model.config.num_hidden_layers
-    for name, readings in tqdm(list(methods(model, layers)), desc="methods"):
+    chosen = [m for m in methods(model, layers, args.activations) if args.only in m[0]]
+    for name, readings in tqdm(chosen, desc="methods"):
         layer = None
         if len(readings) > 1:
             layer = max(range(layers), key=lambda k: score(readings[k], chosen_on)["ap"])
@@ -233,10 +265,13 @@ def main() -> None:
             )
             slug = "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
             figure.savefig(args.figures / f"{slug}.png", dpi=100)
+    for name, scores in PAPER.get(results["model_type"], {}).items():
+        if name in results["methods"]:
+            results["methods"][name]["paper"] = scores
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / f"{results['model']}.json").write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
     text = (
-        f"# {results['model']}\n\n{results['examples']} held-out strings of {LENGTH} symbols; the "
+        f"# {results['model']}\n\n{args.examples} held-out strings of {args.length} symbols; the "
         f"model predicts {100 * results['accuracy']:.2f}% of the copied tokens.\n\n"
         f"{table(results)}\n"
     )

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from _scan import fast_scan
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from _training import Checkpoint, fit, inverse_square_root
+from mimetic import mimic_attention
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.mamba import modeling_mamba
 
+from captum_ssm import hidden_attention
 from captum_ssm.examples.copying import (
     LENGTHS,
     MAX_LENGTH,
@@ -84,22 +97,31 @@ def test_too_few_strings_is_an_error() -> None:
         make_batch(27, generator(0), 1)
 
 
+SMALL = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 32,
+    "state_size": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "use_cache": False,
+}
+
+
+def small(kind: str, **settings: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "mamba":
+        return MambaForCausalLM(MambaConfig(**SMALL | settings))
+    heads = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "expand": 2}
+    return Mamba2ForCausalLM(Mamba2Config(**SMALL | heads | settings))
+
+
 @pytest.mark.skipif(
     not hasattr(modeling_mamba, "mamba_selective_scan"), reason="this release has the scan inline"
 )
-def test_training_scan_matches_the_stock_one() -> None:
-    torch.manual_seed(0)
-    config = MambaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        state_size=8,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=False,
-    )
-    model = MambaForCausalLM(config)
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_training_scan_matches_the_stock_one(kind: str) -> None:
+    model = small(kind, num_hidden_layers=2)
     tokens = make_batch(3, generator(0), 5).inputs
 
     def loss_and_gradients() -> list[torch.Tensor]:
@@ -112,6 +134,49 @@ def test_training_scan_matches_the_stock_one() -> None:
     for expected, actual in zip(stock, fast, strict=True):
         scale = float(expected.abs().max())
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_a_layer_like_attention_reads_what_followed_the_same_symbols(kind: str) -> None:
+    model = small(kind, state_size=64, num_hidden_layers=1)
+    n = 12
+    tokens = torch.randperm(26, generator=generator(0))[:n]
+    batch = CopyBatch(torch.cat([tokens, torch.tensor([SEPARATOR_ID]), tokens])[None], n)
+
+    def hits() -> float:
+        rows = predicting_positions(n)[3:]  # those with as many symbols before as a query reads
+        maps = hidden_attention(model, batch.inputs, layers=0, reduction="mean", rows=rows)
+        (found,) = maps.values()
+        best = found[0, :, :n].abs().argmax(-1)
+        return float((best == torch.arange(3, n)).double().mean())
+
+    before = hits()
+    mimic_attention(model, 0)
+    assert hits() > 0.8 > before
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def trained(steps: int, checkpoint: Checkpoint, model: nn.Module) -> torch.Tensor:
+        args = SimpleNamespace(lr=0.1, weight_decay=0.0, steps=steps, report_every=2)
+
+        def loss_of(step: int) -> torch.Tensor:
+            x = torch.randn(4, 3, generator=checkpoint.generator)
+            return (model(x) - 1).square().mean()
+
+        options = {"factor": inverse_square_root, "checkpoint": checkpoint}
+        fit(model, args, "test", loss_of, lambda: {"share": 0.0}, **options)
+        return model.weight.detach().clone()
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(3, 1)
+
+    whole = trained(4, Checkpoint(generator=generator(3)), model())
+    path = tmp_path / "checkpoint.pt"
+    trained(2, Checkpoint(path, generator(3)), model())
+    later = Checkpoint(path, generator(0))
+    assert torch.equal(trained(4, later, model()), whole)
+    assert [one["step"] for one in later.history] == [2, 4]
 
 
 @pytest.mark.parametrize("name", ["copying-mamba", "copying-mamba2"])

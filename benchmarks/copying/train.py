@@ -4,6 +4,11 @@ Run from the repository root::
 
     python benchmarks/copying/train.py
     python benchmarks/copying/train.py --model mamba2 --state 64
+    python benchmarks/copying/train.py --model mamba2 --paper-setting --width 128
+
+The last is the setting of LaTIM's table 2 (Pitorro & Treviso 2025, appendix B.1): eight layers,
+strings of 50, one layer initialized as by Trockman et al. (2024), a learning rate that falls with
+the root of the step. Narrower than the paper's, and taught on short strings first.
 
 The result is a plain transformers checkpoint with a model card.  Nothing from this directory is
 needed to run it.  Training is reproducible from ``--seed`` with a fixed ``--threads`` on one
@@ -13,9 +18,10 @@ machine; other machines round differently and end elsewhere.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +37,6 @@ from transformers import (
 )
 
 from captum_ssm.examples.copying import (
-    LENGTHS,
     MAX_LENGTH,
     MIN_LENGTH,
     SEPARATOR,
@@ -47,9 +52,12 @@ from captum_ssm.examples.copying import (
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
 from _training import (
+    Checkpoint,
     about_run,
     add_mamba_options,
     fit,
+    inverse_square_root,
+    lr_factor,
     options,
     parsed,
     save,
@@ -58,6 +66,7 @@ from _training import (
     slow_rates,
     table,
 )
+from mimetic import mimic_attention
 
 # Seeds of the strings used to follow and to judge training.  The two kinds of batches could share
 # a seed and still have no string in common (see task.py); distinct seeds keep the strings looked
@@ -96,7 +105,7 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     """
     torch.manual_seed(args.seed)
     settings = {
-        "vocab_size": VOCABULARY_SIZE,
+        "vocab_size": args.vocabulary,
         "hidden_size": args.width,
         "num_hidden_layers": args.layers,
         "state_size": args.state,
@@ -119,19 +128,21 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
         }
         model = Mamba2ForCausalLM(Mamba2Config(**settings, **heads, expand=2))
     slow_rates(model, args.rate_scale)
+    if args.mimetic is not None:
+        mimic_attention(model, args.mimetic)
     return model
 
 
-def lesson_length(step: int, steps: int, generator: torch.Generator) -> int:
+def lesson_length(step: int, args: argparse.Namespace, generator: torch.Generator) -> int:
     """Source length of the batch at ``step``.
 
     Recall is found within a few hundred steps on short strings, and hardly at all on long ones,
-    so the range of lengths grows to the task's own over the first two fifths of training.  Its
-    lower end stays at two thirds of the upper, the proportion of the task itself.
+    so the range of lengths grows to the task's own over the first part of training.  Its lower
+    end stays in the task's own proportion to the upper, two thirds by default.
     """
-    progress = min(1.0, step / (0.4 * steps))
-    longest = round(SHORTEST_LESSON + (MAX_LENGTH - SHORTEST_LESSON) * progress)
-    shortest = round(longest * MIN_LENGTH / MAX_LENGTH)
+    progress = min(1.0, step / (args.lessons * args.steps))
+    longest = round(SHORTEST_LESSON + (args.longest - SHORTEST_LESSON) * progress)
+    shortest = round(longest * args.shortest / args.longest)
     return int(torch.randint(shortest, longest + 1, (), generator=generator))
 
 
@@ -141,16 +152,27 @@ def copy_logits(model: PreTrainedModel, batch: CopyBatch) -> Tensor:
     return logits[:, batch.length :]
 
 
-def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
-    """Train in place and return the seconds it took.
+def learning_rate(args: argparse.Namespace) -> Callable[[int, int], float]:
+    """The schedule, with a linear end to zero if a cooldown is asked for."""
+    schedule = inverse_square_root if args.schedule == "inverse-square-root" else lr_factor
+
+    def factor(step: int, steps: int) -> float:
+        return schedule(step, steps) * min(1.0, (steps - step) / max(1, args.cooldown))
+
+    return factor
+
+
+def train(model: PreTrainedModel, args: argparse.Namespace) -> tuple[float, list[dict[str, float]]]:
+    """Train in place and return the seconds it took and the scores on the way.
 
     The loss covers the copied tokens only: the source is noise and cannot be predicted.
     """
     generator = torch.Generator().manual_seed(args.seed)
-    watched = held_out_batch(256, torch.Generator().manual_seed(PROGRESS_SEED), MAX_LENGTH)
+    drawn_for_watching = torch.Generator().manual_seed(PROGRESS_SEED)
+    watched = held_out_batch(args.watched, drawn_for_watching, args.longest)
 
     def loss_of(step: int) -> Tensor:
-        length = lesson_length(step, args.steps, generator)
+        length = lesson_length(step, args, generator)
         batch = make_batch(args.batch, generator, length)
         logits = copy_logits(model, batch)
         return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
@@ -159,7 +181,18 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
         right = copy_logits(model, watched).argmax(-1) == watched.targets
         return {"accuracy": right.float().mean().item()}
 
-    return fit(model, args, "copying", loss_of, scores)
+    checkpoint = Checkpoint(args.checkpoint, generator)
+    seconds = fit(
+        model,
+        args,
+        "copying",
+        loss_of,
+        scores,
+        factor=learning_rate(args),
+        checkpoint=checkpoint,
+        is_done=lambda shares: shares["accuracy"] >= args.enough,
+    )
+    return seconds, checkpoint.history
 
 
 @torch.no_grad()
@@ -175,11 +208,11 @@ def greedy_copy(model: PreTrainedModel, batch: CopyBatch) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, strings_per_length: int) -> Accuracy:
+def evaluate(model: PreTrainedModel, strings_per_length: int, lengths: Sequence[int]) -> Accuracy:
     """Accuracy on fixed held-out strings, as many of each length."""
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     forced, generated, whole = [], [], []
-    for length in LENGTHS:
+    for length in lengths:
         batch = held_out_batch(strings_per_length, generator, length)
         forced.append((copy_logits(model, batch).argmax(-1) == batch.targets).double())
         right = greedy_copy(model, batch) == batch.targets
@@ -199,7 +232,7 @@ def model_card(
 ) -> str:
     """The README.md saved next to the weights."""
     kind = type(model).__name__
-    each_length = accuracy.strings // len(LENGTHS)
+    each_length = accuracy.strings // (args.longest + 1 - args.shortest)
     shown = [
         "hidden_size",
         "num_hidden_layers",
@@ -211,8 +244,8 @@ def model_card(
         "chunk_size",
     ]
     rows = {
-        "task": f"`captum_ssm.examples.copying`: strings of {MIN_LENGTH} to {MAX_LENGTH} symbols, "
-        f"each drawn uniformly from {len(SYMBOLS)}",
+        "task": f"`captum_ssm.examples.copying`: strings of {args.shortest} to {args.longest} "
+        f"symbols, each drawn uniformly from {len(SYMBOLS)}",
         "vocabulary": f"ids 0 to {len(SYMBOLS) - 1} are `{SYMBOLS[0]}` to `{SYMBOLS[-1]}`, "
         f"id {SEPARATOR_ID} is `{SEPARATOR}`; there is no tokenizer",
         "model": f"{shown_settings(model.config, shown)}; {size_of(model):,} parameters, float32",
@@ -261,12 +294,47 @@ def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, "copying-", report_every=100, threads=1, steps=5000, batch=64)
     parser.add_argument("--model", choices=("mamba", "mamba2"), default="mamba")
     add_mamba_options(parser, layers=3)
+    sizes = {"shortest": MIN_LENGTH, "longest": MAX_LENGTH, "vocabulary": VOCABULARY_SIZE}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in {"head-dim": 16, "groups": 1, "chunk": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="mamba2 only")
+    parser.add_argument("--mimetic", type=int, help="layer to initialize like linear attention")
+    parser.add_argument("--schedule", choices=("cosine", "inverse-square-root"), default="cosine")
+    parser.add_argument(
+        "--lessons", type=float, default=0.4, help="part of the steps in which lengths grow"
+    )
+    parser.add_argument(
+        "--cooldown", type=int, default=0, help="last steps, in which the rate falls to zero"
+    )
+    parser.add_argument("--watched", type=int, default=256, help="strings judged on the way")
+    parser.add_argument("--enough", type=float, default=2.0, help="accuracy at which to stop")
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from after a stop")
+    parser.add_argument("--log", type=Path, help="file for settings, scores and accuracy, JSON")
+    parser.add_argument(
+        "--paper-setting", action="store_true", help="the defaults of LaTIM's appendix B.1"
+    )
     parser.add_argument("--strings-per-length", type=int, default=500, help="for evaluation")
     parser.add_argument(
         "--evaluate-only", action="store_true", help="measure the model already in the output"
     )
+    if "--paper-setting" in sys.argv:
+        state = 128 if "mamba2" in sys.argv else 16
+        parser.set_defaults(
+            layers=8,
+            width=512,
+            state=state,
+            head_dim=64,
+            chunk=64,
+            vocabulary=32,
+            shortest=50,
+            longest=50,
+            mimetic=3,
+            schedule="inverse-square-root",
+            lr=7e-4,
+            batch=256,
+            rate_scale=1.0,
+        )
     return parsed(parser, "copying-", "model")
 
 
@@ -275,20 +343,25 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
-    seconds = None
+    seconds, history = None, []
     if not args.evaluate_only:
         model = build(args)
-        # Mamba-2 multiplies matrices over chunks, which is fast enough as it is.
-        with fast_scan() if args.model == "mamba" else nullcontext():
-            seconds = train(model, args)
+        with fast_scan():
+            seconds, history = train(model, args)
         save(model, args.output)
     # Judge what was written, on the code that others will run, not the model in memory.
     loader = MambaForCausalLM if args.model == "mamba" else Mamba2ForCausalLM
     model = loader.from_pretrained(args.output, local_files_only=True).eval()
-    accuracy = evaluate(model, args.strings_per_length)
+    accuracy = evaluate(model, args.strings_per_length, range(args.shortest, args.longest + 1))
     print(accuracy)
     if seconds is not None:
         (args.output / "README.md").write_text(model_card(model, accuracy, args, seconds))
+    if args.log is not None:
+        settings = {
+            name: value for name, value in vars(args).items() if not isinstance(value, Path)
+        }
+        log = {"settings": settings, "accuracy": asdict(accuracy), "history": history}
+        args.log.write_text(json.dumps(log, indent=1) + "\n")
 
 
 if __name__ == "__main__":

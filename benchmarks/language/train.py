@@ -115,10 +115,18 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def spec(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The architecture's class and its settings, with as many layers as were asked for."""
+    prefix, settings = SPECS[args.architecture]
+    return prefix, settings if args.layers is None else settings | {
+        "num_hidden_layers": args.layers
+    }
+
+
 def build(args: argparse.Namespace) -> PreTrainedModel:
     """A model of the architecture; Mamba's rates as in the copying task's ``build``."""
     torch.manual_seed(args.seed)
-    prefix, settings = SPECS[args.architecture]
+    prefix, settings = spec(args)
     config = getattr(transformers, f"{prefix}Config")(**SHARED, **settings)
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config)
     if prefix.startswith("Mamba"):
@@ -164,7 +172,7 @@ def model_card(
 ) -> str:
     """The README.md saved next to the weights."""
     kind = type(model).__name__
-    settings = ", ".join(f"`{k}={v}`" for k, v in SPECS[args.architecture][1].items())
+    settings = ", ".join(f"`{k}={v}`" for k, v in spec(args)[1].items())
     rows = {
         "task": "`captum_ssm.examples.stories`: short stories of people, things and animals, "
         f"{len(WORDS)} words, up to {args.people} people with a thing each",
@@ -216,6 +224,7 @@ def main() -> None:
     parser.add_argument("architecture", choices=SPECS)
     parser.add_argument("--people", type=int, default=PEOPLE, help="in a story at most")
     parser.add_argument("--length", type=int, default=64, help="words of a story at most")
+    parser.add_argument("--layers", type=int, help="default: as many as the architecture's own")
     parser.add_argument("--stories", type=int, default=500, help="of each kind, for evaluation")
     args = parsed(parser, "stories-", "architecture")
     torch.set_num_threads(args.threads)

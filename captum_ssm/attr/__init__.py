@@ -4,6 +4,7 @@ from captum_ssm.attr.base import TokenAttribution, methods
 from captum_ssm.attr.flow.components import Components
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.features import Feature, FeatureRelevance
 from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.latim import LaTIM
@@ -20,6 +21,8 @@ from captum_ssm.capture.span_target import SpanTarget
 __all__ = [
     "Components",
     "Edge",
+    "Feature",
+    "FeatureRelevance",
     "FlowGraph",
     "LaTIM",
     "LayerEdges",

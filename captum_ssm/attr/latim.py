@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -11,9 +12,12 @@ from torch import Tensor
 from captum_ssm.attr.base import TokenAttribution, delta
 from captum_ssm.attr.latim_parts.chain import Decomposition, logits_of_tokens
 from captum_ssm.attr.latim_parts.contributions import Contributions
+from captum_ssm.attr.latim_parts.flow_shares import flow_shares
 from captum_ssm.attr.latim_parts.grids import CutStandIns, ScoreGraph, grids_of
 from captum_ssm.attr.latim_parts.layer_map import (
+    FLOW,
     LOGIT,
+    check_score_options,
     layer_error,
     layer_map,
     norm_order,
@@ -22,6 +26,7 @@ from captum_ssm.attr.latim_parts.layer_map import (
 from captum_ssm.attr.latim_parts.residual_stream import UnreadStreamError, norms_and_head, stream_of
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance import warn_of_unruled
+from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.attr.relevance_stand_ins import has_a_rule, with_leaves
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.model import extract_logits
@@ -46,7 +51,9 @@ class LaTIM(TokenAttribution):
       input tokens by the ALTI mixing of the layers below, residual stream included, with the
       final norm's denominator frozen. What layers add beyond their mixers (MLPs, the embedding
       itself) stays with its token; bias terms of output projections and of the head belong to no
-      token.
+      token;
+    - ``"flow_logit"``: the same dot products, carried by the positive edges of
+      :class:`~captum_ssm.RelevanceFlow` for the target in place of ALTI's mixing, which knows none.
 
     The only step that is not additive is the activation after the convolution. ``"gate"`` freezes
     its factor, :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`: exact on any model. The paper's
@@ -77,7 +84,7 @@ class LaTIM(TokenAttribution):
     @classmethod
     def needs_target(cls, **options: Any) -> bool:
         """Whether the aggregation decomposes a logit."""
-        return options.get("aggregation", LOGIT) == LOGIT
+        return options.get("aggregation", LOGIT) in (LOGIT, FLOW)
 
     def get_name(self) -> str:
         """The method's name."""
@@ -98,7 +105,7 @@ class LaTIM(TokenAttribution):
         *,
         layer: int | str | None = None,
         grid: int | None = None,
-        aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
+        aggregation: Literal["alti_logit", "flow_logit", "alti", "l1", "l2"] | float = LOGIT,
         activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "gate",
         tolerance: float = 0.0,
         return_error_bound: bool = False,
@@ -126,8 +133,9 @@ class LaTIM(TokenAttribution):
                 ``"alti_logit"``. So that sums are kept, relevance is carried to the input by the
                 transport, and interpolated only with an ``interpolate_mode``. None is all.
                 Default: None
-            aggregation (str or float, optional): ``"alti_logit"``, ``"alti"``, ``"l1"``,
-                ``"l2"`` or a number p. Default: ``"alti_logit"``
+            aggregation (str or float, optional): ``"alti_logit"``, ``"flow_logit"`` (one run and
+                one backward pass more), ``"alti"``, ``"l1"``, ``"l2"`` or a number p.
+                Default: ``"alti_logit"``
             activation (str, optional): ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"``,
                 ``"identity"`` or ``"gate"``. Default: ``"gate"``
             tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
@@ -138,7 +146,7 @@ class LaTIM(TokenAttribution):
                 tolerance changes: the sum of sizes, at the first layer's tokens. Default: False
         """
         order = norm_order(aggregation, layer)
-        self._check_score_options(aggregation, layer, grid, tolerance, return_error_bound)
+        check_score_options(aggregation, layer, grid, tolerance, return_error_bound)
         if order is not None:
             if arguments.return_convergence_delta:
                 raise ValueError(
@@ -158,8 +166,11 @@ class LaTIM(TokenAttribution):
             )
         frozen = score.frozen
         is_one_text = frozen.is_chain and arguments.is_one_text(frozen.shape[0])
+        mixing = self._mixing(arguments) if aggregation == FLOW else None
         with self._computing():
-            rows, claimed, bound = score.relevance(activation, tolerance, is_one_text=is_one_text)
+            rows, claimed, bound = score.relevance(
+                activation, tolerance, is_one_text=is_one_text, mixing=mixing
+            )
             relevance = self._formatted(rows, frozen)
             if score.past:
                 pairs = zip(tensors_in(relevance), score.past, strict=True)
@@ -227,6 +238,11 @@ class LaTIM(TokenAttribution):
             torch.Size([1, 7, 7])
         """
         order = norm_order(aggregation, layer)
+        if aggregation == FLOW:
+            raise ValueError(
+                f"aggregation is {FLOW!r}, whose edges are those of one position; pass attribute() "
+                "the text once per position."
+            )
         request = self._request(inputs, additional_forward_args)
         if order is None:
             frozen = self._run_sum(request, target)
@@ -304,28 +320,6 @@ class LaTIM(TokenAttribution):
         with self._computing():
             return [layer_error(frozen, layer, activation) for layer in frozen.layers]
 
-    def _check_score_options(
-        self,
-        aggregation: str | float,
-        layer: int | str | None,
-        grid: int | None,
-        tolerance: float,
-        return_error_bound: bool,
-    ) -> None:
-        whole = aggregation == LOGIT and layer is None
-        of_choices = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
-        if grid is not None and not whole:
-            raise ValueError(
-                f"grid is {grid!r}, {of_choices} grid only for aggregation='alti_logit' with "
-                "layer=None. A layer's own map is returned by interactions()."
-            )
-        if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
-            raise ValueError(
-                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, "
-                f"{of_choices} a share of at least 0 and less than 1, and either of them only for "
-                "aggregation='alti_logit' with layer=None."
-            )
-
     def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
         # The model frozen for every token at once: the score is the sum of one logit per position.
         count = len(request.inputs)
@@ -349,6 +343,13 @@ class LaTIM(TokenAttribution):
         elif grid is not None:
             frozen.steps_of(grid)  # raises where there is no such grid
         return score if layer is None else score.at_layer(layer)
+
+    def _mixing(self, arguments: Arguments) -> Callable[[int], Tensor]:
+        # A step's rows for the target, by the edges of another run.
+        flow = RelevanceFlow(self.forward_func, self.model, check=self.check)
+        asked = arguments.inputs, arguments.target, arguments.additional_forward_args
+        options: dict[str, Any] = {"against": None, "formulation": "unified"}
+        return partial(flow_shares, flow.edges(*asked, position=arguments.position, **options))
 
     def _stream(self, frozen: FrozenModel) -> Decomposition | None:
         # The score as it reads one residual stream; None where it is not known how it does so.

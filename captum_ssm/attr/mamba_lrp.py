@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +14,6 @@ from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, StateStandIns, with_leaves
 from captum_ssm.attr.segments import (
     COMPARED,
-    Forms,
     FormStandIns,
     SegmentedRun,
     check_text,
@@ -31,6 +30,7 @@ from captum_ssm.capture.unknown_mixers import (
     settle,
     warn_of_unknown,
 )
+from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import known_of
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.captum_api import format_output
@@ -151,15 +151,15 @@ class MambaLRP(TokenAttribution):
         request = self._request(arguments.inputs, arguments.additional_forward_args)
         tokens = None if segment is None else check_text(request, segment)
         if tokens is not None and tokens < request.inputs[0].shape[1]:
-            result, score = self._in_segments(request, arguments, tokens)
-            states: dict[str, StateRelevance] = {}
+            result, score, of_pasts = self._in_segments(request, arguments, tokens)
         else:
             request = with_leaves(request)
             rules, frozen = self._propagated(request, arguments, StateStandIns)
             score = frozen.require_score()
             relevance = rules.relevance(score)
             self._warn(frozen)
-            result, states = of_inputs(frozen, relevance), of_states(rules)
+            result, of_pasts = of_inputs(frozen, relevance), rules.of_pasts
+        states = of_states(of_pasts)
         results = [result]
         if arguments.return_convergence_delta:
             left = delta(score, result)
@@ -169,8 +169,8 @@ class MambaLRP(TokenAttribution):
 
     def _in_segments(
         self, request: Request, arguments: Arguments, segment: int
-    ) -> tuple[Any, Tensor]:
-        # Relevance of a long text, and its score.
+    ) -> tuple[Any, Tensor, dict[str, Past]]:
+        # Relevance of a long text, its score, and relevance of what mixers began with.
         tokens = request.inputs[0].shape[1]
         compared = 2 * min(segment, COMPARED, tokens // 2)
         # The last segments end where the text ends.
@@ -182,21 +182,25 @@ class MambaLRP(TokenAttribution):
 
         last = asked(place_after(starts[-1], tokens))
         begin = request.of_tokens(0, compared)
-        forms = self._forms(begin, asked(lambda _: compared - 1))
+        rules = self._beginning(begin, asked(lambda _: compared - 1))
+        bounds = [[past.anew() for _, past in rules.pasts]]
         score_of = partial(read_score, target=last.target)
         with memory_limit(self.memory_limit):
             if self.check:
-                compare(SegmentedRun(begin, forms, (0, compared // 2), self.get_name()))
-            run = SegmentedRun(request, forms, starts, self.get_name())
+                halves = (0, compared // 2)
+                compare(SegmentedRun(begin, rules.forms, halves, self.get_name(), list(bounds)))
+            run = SegmentedRun(request, rules.forms, starts, self.get_name(), bounds)
             run.forward()
-            relevance, score = run.backward(partial(score_of, position=last.position))
-        return format_output(request.packed, (relevance.to(request.inputs[0].device),)), score
+            relevance, score, begun = run.backward(partial(score_of, position=last.position))
+        result = format_output(request.packed, (relevance.to(request.inputs[0].device),))
+        names = (path for path, _ in rules.pasts)
+        return result, score, dict(zip(names, begun, strict=True))
 
-    def _forms(self, begin: Request, arguments: Arguments) -> Forms:
-        # What mixers return at the beginning of a text, whose graph is then gone.
+    def _beginning(self, begin: Request, arguments: Arguments) -> FormStandIns:
+        # What mixers return, and begin with, at the beginning of a text, whose graph is then gone.
         rules, frozen = self._propagated(begin, arguments, FormStandIns)
         self._warn(frozen)
-        return rules.forms
+        return rules
 
     def _propagated(
         self, request: Request, arguments: Arguments, stand_ins: Callable[[Request], StandIns]
@@ -252,11 +256,9 @@ class MambaLRP(TokenAttribution):
         warn_of_hidden(frozen.request.module)
 
 
-def of_states(rules: StateStandIns) -> dict[str, StateRelevance]:
-    """Relevance of what mixers began with, by their names."""
-    return {
-        path: StateRelevance(past.state, tuple(past.tails)) for path, past in rules.of_pasts.items()
-    }
+def of_states(of_pasts: Mapping[str, Past]) -> dict[str, StateRelevance]:
+    """Relevance of what mixers began with, by their names, in the form that people are given."""
+    return {path: StateRelevance(past.state, tuple(past.tails)) for path, past in of_pasts.items()}
 
 
 def of_inputs(frozen: FrozenModel, relevance: Sequence[Tensor]) -> Any:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from typing_extensions import Self
 
 from captum_ssm.attr.base import computed
 from captum_ssm.attr.flow.activations import (
     Activations,
     ActivationStandIns,
     PropagatedRun,
+    ScaledStandIns,
     coefficients_of,
 )
 from captum_ssm.attr.flow.build import graph_of
 from captum_ssm.attr.flow.components import Components, components_of
 from captum_ssm.attr.flow.direct import DirectRun, DirectStandIns
 from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.features import (
+    FeatureRelevance,
+    blocks_read_by,
+    check_decoder,
+    features_of,
+)
 from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.shift import with_shifts
@@ -26,7 +36,7 @@ from captum_ssm.attr.flow.stream import blocks_of, nodes_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
-from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture import FrozenModel, Readout, Request
 from captum_ssm.capture.target import Against
 from captum_ssm.mixers.components import FORMULATIONS
 from captum_ssm.utils.integers import as_index
@@ -54,6 +64,8 @@ class RelevanceFlow(MambaLRP):
         >>> best.target, best.source <= best.target
         (6, True)
     """
+
+    _stand_ins: Callable[..., ActivationStandIns] = ActivationStandIns
 
     def get_name(self) -> str:
         """The method's name."""
@@ -191,6 +203,45 @@ class RelevanceFlow(MambaLRP):
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
         return computed(lambda: self._components(arguments, formulation))
 
+    def features(
+        self,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        readout: Readout,
+        against: Any = "others",
+        position: Any = None,
+    ) -> FeatureRelevance:
+        r"""The relevance of features of the residual stream, such as the latents of an SAE.
+
+        With :math:`g_t` MambaLRP's coefficient at what the readout's layer returns, the relevance
+        of feature f at token t is its value there, :math:`z_{tf}`, times :math:`g_t \cdot d_f`,
+        where :math:`d_f` is its row of the decoder. Features and rest add up to the relevance of
+        the stream. To ask which features of one layer made a feature of a later one, make the
+        method with the later readout in the model's place.
+
+        Args:
+            inputs, target, additional_forward_args, against, position: as for :meth:`edges`.
+            readout (Readout): of the same model, with a decoder.
+
+        Raises:
+            ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, for a readout
+                without a decoder, or for a layer that the score does not read.
+        """
+        check_decoder(readout)
+        arguments = _arguments(inputs, target, additional_forward_args, against, position)
+        return computed(lambda: self._features(arguments, readout))
+
+    def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
+        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
+        stand_ins, frozen = self._propagated(request, arguments, blocks_read_by(readout))
+        self._warn(frozen)
+        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        run = PropagatedRun.of(stand_ins, kept, score, "lrp", retain_graph=False)
+        with self._computing():
+            return features_of(run, stand_ins, readout, score)
+
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
         stand_ins, frozen = self._propagated(request, arguments, DirectStandIns)
@@ -201,16 +252,26 @@ class RelevanceFlow(MambaLRP):
             layers = _layers(frozen, kept, run.coefficients, formulation)
             return components_of(run, layers, score)
 
+    def in_changed_run(self, stand_ins: Callable[..., ActivationStandIns]) -> Self:
+        """This method, in a run whose mixers do not return what the model's do.
+
+        Args:
+            stand_ins (Callable): makes what takes their place.
+        """
+        found = copy(self)
+        found.check, found._stand_ins = False, stand_ins
+        return found
+
     def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
         # The mean over runs in which all edges are scaled by (k + 1/2) / steps.
         count = as_index(steps)
         if count is None or count < 1:
             raise ValueError(f"steps is {steps!r}; expected an integer of at least 1.")
         whole = self._asked(arguments, formulation, "gradient")
-        unchecked = copy(self)
-        unchecked.check = False  # a scaled mixer does not return what the model's does
         runs = [
-            unchecked._asked(arguments, formulation, "gradient", scale=(k + 0.5) / count)
+            self.in_changed_run(partial(ScaledStandIns, factor=(k + 0.5) / count))._asked(
+                arguments, formulation, "gradient"
+            )
             for k in range(count)
         ]
         layers = {name: mean_of([run.layers[name] for run in runs]) for name in whole}
@@ -223,22 +284,16 @@ class RelevanceFlow(MambaLRP):
         rule: str = "lrp",
         *,
         balanced: bool = False,
-        scale: float = 1.0,
     ) -> RelevanceEdges:
-        return computed(lambda: self._edges(arguments, formulation, rule, balanced, scale))
+        return computed(lambda: self._edges(arguments, formulation, rule, balanced))
 
     def _edges(
-        self,
-        arguments: Arguments,
-        formulation: str | None,
-        rule: str,
-        balanced: bool,
-        scale: float,
+        self, arguments: Arguments, formulation: str | None, rule: str, balanced: bool
     ) -> RelevanceEdges:
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
 
         def make(asked: Request) -> ActivationStandIns:  # once all mixers are known
-            return ActivationStandIns(asked, blocks_of(asked.module), rule, scale)
+            return self._stand_ins(asked, blocks_of(asked.module), rule)
 
         stand_ins, frozen = self._propagated(request, arguments, make)
         self._warn(frozen)

@@ -4,7 +4,8 @@ A frozen network is linear, and segments of a recurrent model are joined only by
 keep: states, and the last inputs of convolutions. Forward, segment after segment runs without a
 graph, and what is kept at each boundary is stored. Backward, the last segment runs once more with
 its graph. The coefficients of the score at what its mixers began with are those with which the
-segment before propagates from what its mixers kept, and so on to the first.
+segment before propagates from what its mixers kept, and so on to the first. That one begins with
+what a cache holds, if there is one.
 
 The frozen mixers take the place of the model's own, which need not be able to go on from a state.
 So the beginning of the text is first explained as a whole, with every check, and what segments
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr.relevance import coefficients_at, times
-from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, with_leaves
+from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, StateStandIns, with_leaves
 from captum_ssm.capture import Request
 from captum_ssm.capture.check import SLACK, TOLERANCE, Deviation
 from captum_ssm.capture.model import extract_logits, is_model, parameter_names, unwrap
@@ -52,7 +53,7 @@ Score = Callable[[Recording], Tensor]
 Forms = dict[nn.Module, Any]
 
 
-class FormStandIns(RelevanceStandIns):
+class FormStandIns(StateStandIns):
     """Stand-ins of an ordinary run, which keep the form of what each mixer returns.
 
     Attributes:
@@ -80,14 +81,16 @@ class FormStandIns(RelevanceStandIns):
 class SegmentStandIns(RelevanceStandIns):
     """Frozen mixers that go on from what they kept of earlier segments.
 
-    The model's own mixers do not run.
+    The model's own mixers do not run, and a cache among the arguments is not read.
 
     Args:
         request (Request): for a segment.
         forms (dict of nn.Module to Any): what each mixer returns, without its numbers.
         past (sequence of Past): what each mixer has kept, in the order of the calls; empty for the
-            first segment.
+            first segment, if nothing came before it.
     """
+
+    takes_pasts = True
 
     def __init__(self, request: Request, forms: Forms, past: Sequence[Past]) -> None:
         super().__init__(request)
@@ -115,7 +118,8 @@ class SegmentStandIns(RelevanceStandIns):
         past = self.past[len(self.kept)].anew() if self.past else Past()
         with without_autocast(), weights_loaded(call.module):
             mixer = frozen_by(adapter, replace(call, past=past)).detach_coefficients()
-            if mixer.recurrence.between_states() is None or mixer.state is not past.state:
+            goes_on = mixer.state is past.state or (past.is_cached and mixer.state is not None)
+            if mixer.recurrence.between_states() is None or not goes_on:
                 raise UnsupportedModelError(
                     f"{call.path} ({type(call.module).__name__}) cannot go on from a state, so the "
                     "text cannot be explained in segments; expected recurrent mixers in all "
@@ -137,7 +141,8 @@ class SegmentedRun:
         forms (dict of nn.Module to Any): what each mixer returns, without its numbers.
         starts (list of int): of each segment, its first token.
         name (str): of the method, for errors.
-        bounds (list of list of Past): what each mixer has kept before each segment.
+        bounds (list of list of Past): what each mixer has kept before each segment; at first that
+            before the first one, empty where nothing came before.
         blocks (list of Tensor): of all segments, the numbers that are kept between them.
     """
 
@@ -159,9 +164,13 @@ class SegmentedRun:
             self.bounds.append(self._stored(k, stand_ins.kept))
             bar.advance()
 
-    def backward(self, score: Score) -> tuple[Tensor, Tensor]:
-        """Relevance of the input's entries for the score of the last segment, and that score."""
+    def backward(self, score: Score) -> tuple[Tensor, Tensor, list[Past]]:
+        """Relevance of the input's entries for the score of the last segment, and that score.
+
+        Last comes relevance of what each mixer began with.
+        """
         parts: list[Tensor] = []
+        begun = self.bounds[0]
         value, handed_on = None, None
         for k in reversed(range(len(self.starts))):
             relevance, found, handed_on = self._propagated(k, score, handed_on)
@@ -169,7 +178,10 @@ class SegmentedRun:
             parts.append(relevance)
             self.bounds.pop()
         assert value is not None
-        return torch.cat(parts[::-1], 1), value
+        tensors = [x for past in begun for x in past.tensors]
+        states = iter(times(tensors, handed_on or []))
+        of_begun = [past.of(list(islice(states, len(past.tensors)))) for past in begun]
+        return torch.cat(parts[::-1], 1), value, of_begun
 
     def outputs(self) -> Tensor:
         """What the model returns for the last segment, after :meth:`forward`."""

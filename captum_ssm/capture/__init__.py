@@ -4,6 +4,7 @@ The model runs under nnsight on copies of its modules that are thrown away, so t
 be put back. A call goes through these files:
 
 - ``model`` and ``check_inputs`` say what counts as a model and an input; ``request`` has both;
+  ``readout`` makes a model that ends at directions of one module's output;
 - ``unknown_mixers`` searches for mixers that no adapter is registered for;
 - ``session`` opens nnsight on the copies; ``record`` runs the model there; ``visits`` follows its
   mixers, and ``substitute`` puts frozen ones in their place where a gradient is asked for;
@@ -26,6 +27,7 @@ from captum_ssm.capture.model import (
     unwrap,
     with_owner,
 )
+from captum_ssm.capture.readout import Readout
 from captum_ssm.capture.remote import check_remote
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.substitute import FrozenStandIns
@@ -34,6 +36,7 @@ __all__ = [
     "FrozenCall",
     "FrozenModel",
     "FrozenStandIns",
+    "Readout",
     "Request",
     "check_forward",
     "check_model",

@@ -25,7 +25,7 @@ from captum_ssm.capture.target import check_rows, counted_tokens, query_weights,
 from captum_ssm.capture.unknown_mixers import find_unknown_mixers
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
-from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.past import STALE
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.allocator import workspace
@@ -196,6 +196,19 @@ class _Plan:
         return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
 
 
+def _check_all_begun(calls: Sequence[MixerCall], begun: MixerCall) -> None:
+    # RecurrentGemma keeps the states of its recurrent layers in its modules: a run without
+    # use_cache, as all runs here, begins them anew, whatever the cache of attention holds.
+    anew = (call for call in calls if call.past is None and find_adapter(call.module) is not None)
+    call = next(anew, None)
+    if call is not None:
+        raise UnsupportedModelError(
+            f"the cache holds what {begun.path} kept of earlier tokens, and nothing of "
+            f"{call.path} ({type(call.module).__name__}), which begins anew; expected a cache of "
+            "all layers. Explain the whole text, without a cache."
+        )
+
+
 def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> None:
     # Maps of the new tokens alone would leave out what these read of earlier ones.
     begun = next((call for call in recording.calls if call.past is not None), None)
@@ -205,6 +218,8 @@ def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> N
             "that no map of them shows; expected the whole text, without a cache. MambaLRP alone "
             "explains from a cache: its states get relevance of their own."
         )
+    if begun is not None:
+        _check_all_begun(recording.calls, begun)
     # A window drops tokens.
     kept = [c for c in recording.calls if getattr(c.module, "sliding_window", None) is None]
     counts = (c.past.tokens for c in kept if c.past is not None)

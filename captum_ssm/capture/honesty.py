@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -183,9 +184,7 @@ def _hidden(request: Request) -> str | None:
     # The name of what depends on more than the graph shows.
     with torch.enable_grad():
         run = _Run(request)()
-        promise = _promises([end for _, end in run.ends], run.starts)
-    if promise is None:
-        return None
+        promise = _Promise([end for _, end in run.ends], run.starts)
     is_compared, reason = False, ""
     with torch.no_grad():
         for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
@@ -204,8 +203,9 @@ def _hidden(request: Request) -> str | None:
                 for (name, a), (_, b) in zip(after, run.ends, strict=True)
             ]
             least = _LEAST * max(float(change.amax()) for _, change in moved)
-            for (name, change), depends in zip(moved, promise(steps), strict=True):
-                if not bool((~depends & (change > least)).any()):
+            for k, ((name, change), depends) in enumerate(zip(moved, promise(steps), strict=True)):
+                doubtful = (~depends & (change > least)).nonzero().tolist()
+                if all(promise.is_shown(k, tuple(token), steps) for token in doubtful):
                     continue
                 held = [one.detach() for one in run.starts]
                 again = _Run(request, held, run.results)().ends
@@ -244,33 +244,58 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
     return found
 
 
-def _promises(
-    ends: Sequence[Tensor], starts: Sequence[Tensor]
-) -> Callable[[list[Tensor]], list[Tensor]] | None:
-    # A function of steps: whether each token of the ends depends on a moved one, as the graph says.
-    # None where a part of the graph cannot be differentiated twice. A moved token is not a number,
-    # which a derivative of zero passes on, such as that of a saturated tanh.
-    live = [end for end in ends if end.requires_grad]
-    duals = [torch.zeros_like(end, requires_grad=True) for end in live]
-    try:
-        back = torch.autograd.grad(live, starts, duals, create_graph=True, allow_unused=True)
-    except RuntimeError:
-        return None
+class _Promise:
+    """Which tokens of the starts each token of the ends depends on, as the graph says.
 
-    def promise(steps: list[Tensor]) -> list[Tensor]:
+    A call says so for all of them at once, by differentiating the backward pass. A kernel's own
+    backward pass cannot be differentiated in its turn, and then stands there as if it depended on
+    nothing: what a call denies is asked of the backward pass itself, one token at a time.
+    """
+
+    def __init__(self, ends: Sequence[Tensor], starts: Sequence[Tensor]) -> None:
+        self.ends, self.starts = ends, starts
+        self.duals = [torch.zeros_like(end, requires_grad=True) for end in ends]
+        self.back: Sequence[Tensor | None] = [None] * len(starts)
+        self._read: dict[tuple[int, tuple[int, ...]], list[Tensor | None]] = {}
+        live = [k for k, end in enumerate(ends) if end.requires_grad]
+        with suppress(RuntimeError):  # it says that it cannot be differentiated twice
+            self.back = self._gradients(live, [self.duals[k] for k in live], create_graph=True)
+
+    def __call__(self, steps: list[Tensor]) -> list[Tensor]:
+        """Whether each token of the ends depends on one that a step moves.
+
+        A moved token is not a number, which a derivative of zero passes on, such as that of a
+        saturated tanh.
+        """
         pairs = [
             (one, step.masked_fill(step != 0, torch.nan))
-            for one, step in zip(back, steps, strict=True)
+            for one, step in zip(self.back, steps, strict=True)
             if one is not None and one.requires_grad
         ]
-        found: Sequence[Tensor] = duals  # zeros
+        found: Sequence[Tensor] = self.duals  # zeros
         if pairs:
             outputs, given = zip(*pairs, strict=True)
-            found = torch.autograd.grad(
-                outputs, duals, given, retain_graph=True, materialize_grads=True
-            )
-        of_live = iter(found)
-        changes = [next(of_live) if end.requires_grad else torch.zeros_like(end) for end in ends]
-        return [(change.detach() != 0).any(-1) for change in changes]
+            with suppress(RuntimeError):  # as above
+                found = torch.autograd.grad(
+                    outputs, self.duals, given, retain_graph=True, materialize_grads=True
+                )
+        return [(change.detach() != 0).any(-1) for change in found]
 
-    return promise
+    def is_shown(self, end: int, token: tuple[int, ...], steps: list[Tensor]) -> bool:
+        """Whether a backward pass from a token of an end comes to a token that a step moves."""
+        if (end, token) not in self._read:
+            seed = torch.zeros_like(self.ends[end])
+            seed[token] = torch.nan
+            is_live = self.ends[end].requires_grad
+            found = self._gradients([end], [seed]) if is_live else [None] * len(steps)
+            self._read[end, token] = [None if g is None else g != 0 for g in found]
+        pairs = zip(self._read[end, token], steps, strict=True)
+        return any(bool((read & (step != 0)).any()) for read, step in pairs if read is not None)
+
+    def _gradients(
+        self, ends: Sequence[int], seeds: Sequence[Tensor], **options: bool
+    ) -> Sequence[Tensor | None]:
+        live = [self.ends[k] for k in ends]
+        return torch.autograd.grad(
+            live, self.starts, seeds, retain_graph=True, allow_unused=True, **options
+        )

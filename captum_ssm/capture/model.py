@@ -109,7 +109,9 @@ def _kind(value: Any) -> str:
 
 def parameter_names(model: nn.Module) -> list[str]:
     """The names of the arguments of a model's ``forward``."""
-    # Of the class: while a model is traced its modules carry another forward.
+    # Of the class: while a model is traced its modules carry another forward. A readout takes those
+    # of the model that it reads.
+    model = getattr(model, "arguments_of", model)
     return list(inspect.signature(type(model).forward).parameters)[1:]
 
 

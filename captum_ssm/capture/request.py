@@ -111,6 +111,11 @@ class Request:
         return self.inputs if self.packed else self.inputs[0]
 
     @property
+    def extra(self) -> Any:
+        """The further arguments as ``attribute`` takes them in ``additional_forward_args``."""
+        return self.named or self.positional or None
+
+    @property
     def by_ids(self) -> bool:
         """Whether the (first) input is token ids."""
         return not self.inputs[0].is_floating_point()

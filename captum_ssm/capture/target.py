@@ -327,7 +327,10 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     target, position = _split_target(recording, target, position)
     if logits.dim() == 3 and _is_tokens(recording):
         logits = _row_of(recording, logits, position)
-    if logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1):
+    # Numbers, such as those of a regression or of features, do not compete.
+    config = getattr(recording.request.module, "config", None)
+    are_numbers = getattr(config, "problem_type", None) == "regression"
+    if are_numbers or logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1):
         return logits.new_zeros(len(logits))
     if logits.dim() != 2:
         raise TargetError(

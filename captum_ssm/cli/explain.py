@@ -16,12 +16,13 @@ from captum_ssm.cli.inputs import read_messages, read_texts
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
+    add_pixels,
     check_device,
     found_model,
     is_vision_mamba,
-    load_image,
     load_model,
     load_tokenizer,
+    picture_options,
     quiet,
 )
 from captum_ssm.cli.options import add_options, flag, method_named, options_of
@@ -31,6 +32,7 @@ from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make import explain
 from captum_ssm.explanation.make.methods import ALL, method_names
 from captum_ssm.explanation.make.parse import MAPS, UNITS
+from captum_ssm.explanation.parts import RELEVANCE, THROUGH
 from captum_ssm.explanation.units import texts_of
 
 DEFAULT_METHOD = "mamba-lrp"
@@ -142,6 +144,12 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
         "from, K times.",
     )
     parser.add_argument(
+        "--through",
+        choices=THROUGH,
+        help="What says on which of its own words the model rests: relevance, or swaps of words, "
+        "at about eight forward passes per word. Default: relevance",
+    )
+    parser.add_argument(
         "--reasoning",
         nargs=2,
         metavar=("BEGIN", "END"),
@@ -192,15 +200,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         help="Where to write a page (.html), the data (.json), a table (.csv) or a picture (.png, "
         ".svg, .pdf).",
     )
-    for name, what in (("mean", "means"), ("std", "standard deviations")):
-        parser.add_argument(
-            f"--{name}",
-            type=float,
-            nargs="+",
-            metavar="X",
-            help=f"The {what} by which a VisionMamba's pixels are normalized, one for all channels "
-            "or one for each. Default: those of ImageNet",
-        )
+    add_pixels(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -300,19 +300,28 @@ def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
         "span": _span(args.span),
         "hops": args.hops,
         "reasoning": args.reasoning,
+        "through": args.through or RELEVANCE,
         "maps": False if args.maps is None else args.maps or True,
     }
 
 
 def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
-    of_texts = ("target_ids", "max_new_tokens", "span", "hops", "reasoning", "position")
-    for name in (*of_texts, "maps", "lens", "units"):
-        if getattr(args, name) not in (None, False, "token"):
-            raise ValueError(
-                f"{flag(name)} was given, which is for texts, and --image is "
-                f"{args.image}; remove one of them."
-            )
+    check_no_text(args, f"--image is {args.image}")
     return {"target": class_of(args.target), "against": class_of(args.against)}
+
+
+def check_no_text(args: argparse.Namespace, but: str) -> None:
+    """Raise where an argument is given that is for texts alone.
+
+    Raises:
+        ValueError: names it; ``but`` says what is explained in place of a text.
+    """
+    of_texts = ("target_ids", "max_new_tokens", "span", "hops", "through", "reasoning", "position")
+    for name in (*of_texts, "maps", "lens", "units"):
+        if getattr(args, name, None) not in (None, False, "token"):
+            raise ValueError(
+                f"{flag(name)} was given, which is for texts, and {but}; remove one of them."
+            )
 
 
 def is_classifier(model: Any) -> bool:
@@ -358,8 +367,7 @@ def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
 
 def _image(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
     model = load_model(args, images=True)
-    pixels, known = load_image(args.image, args, model)
-    return explain(model, pixels, **asked, **known)
+    return explain(model, args.image, **asked, **picture_options(args, model))
 
 
 def _figure(explanation: Explanation, units: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ KINDS = (
     "ForTokenClassification",
     "ForQuestionAnswering",
 )
+IMAGES = "ForImageClassification"
 # How published vision models were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ERRORS = (OSError, ValueError, KeyError, ImportError)
@@ -137,7 +139,7 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
                 )
             state = load_file(Path(args.model, "model.safetensors"))
             return VisionMamba.from_state_dict(state).to(args.device, dtype or torch.float32)
-        kind = "ForImageClassification" if images else _kind_of(args.model)
+        kind = IMAGES if images else _kind_of(args.model)
         auto = getattr(transformers, f"AutoModel{kind}")
         model = auto.from_pretrained(args.model, dtype=dtype or "auto")
         return model.eval().to(args.device)
@@ -146,10 +148,15 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
 
 
 def _kind_of(name: str) -> str:
+    written = _architecture(name)
+    return next((kind for kind in KINDS if written.endswith(kind)), KINDS[0])
+
+
+def _architecture(name: str) -> str:
     from transformers import AutoConfig
 
     (written, *_) = AutoConfig.from_pretrained(name).architectures or [""]
-    return next((kind for kind in KINDS if written.endswith(kind)), KINDS[0])
+    return written
 
 
 def load_config(name: str) -> nn.Module:
@@ -190,38 +197,84 @@ def load_tokenizer(name: str) -> Any:
     )
 
 
-def load_image(
-    path: Path, args: argparse.Namespace, model: nn.Module
-) -> tuple[Any, dict[str, Any]]:
-    """A picture as the model takes it, and what :func:`captum_ssm.explain` has to know of it.
+def add_pixels(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say how pixels are normalized."""
+    for name, what in (("mean", "means"), ("std", "standard deviations")):
+        parser.add_argument(
+            f"--{name}",
+            type=float,
+            nargs="+",
+            metavar="X",
+            help=f"The {what} by which a VisionMamba's pixels are normalized, one for all channels "
+            "or one for each. Default: those of ImageNet",
+        )
 
-    For a `VisionMamba` without a processor the picture is scaled to the model's size, and
+
+def reads_images(name: str) -> bool:
+    """Whether a model is one of images, by its weights or its configuration."""
+    if is_vision_mamba(name):
+        return True
+    return (Path(name) / "config.json").exists() and _architecture(name).endswith(IMAGES)
+
+
+def picture_options(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
+    """What :func:`captum_ssm.explain` has to know of a model's pictures: how they become pixels.
+
+    For a `VisionMamba` without a processor a picture is scaled to the model's size, and
     normalized by ``--mean`` and ``--std``.
 
     Raises:
-        ValueError: for a file that is not a picture, or a model without a processor.
+        ValueError: for a model without a processor.
     """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        picture = Image.open(path).convert("RGB")
-    except UnidentifiedImageError as error:
-        raise ValueError(f"--image is {path}, which is not a picture: {error}.") from error
-    mean, std = args.mean or MEAN, args.std or STD
     has_processor = Path(args.model, "preprocessor_config.json").exists()
     if isinstance(model, VisionMamba) and (args.mean or args.std or not has_processor):
-        height, width = model.image_size
-        scaled = picture.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8)
-        pixels = pixels.view(height, width, 3).permute(2, 0, 1).float() / 255
-        first = next(model.parameters())
-        return ((pixels - _channels(mean)) / _channels(std)).to(first), {"mean": mean, "std": std}
+        mean, std = args.mean or MEAN, args.std or STD
+        return {"processor": Scaled(model.image_size, mean, std), "mean": mean, "std": std}
     from transformers import AutoImageProcessor
 
     try:
-        return picture, {"processor": AutoImageProcessor.from_pretrained(args.model)}
+        return {"processor": AutoImageProcessor.from_pretrained(args.model)}
     except _ERRORS as error:
         raise _not_loaded("image", args.model, error) from error
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Makes pixels ``(3, H, W)`` of a picture, scaled to a size ``(H, W)`` and normalized."""
+
+    size: tuple[int, int]
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __call__(self, picture: Any) -> Tensor:
+        from PIL import Image
+
+        height, width = self.size
+        scaled = picture.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+        pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8)
+        pixels = pixels.view(height, width, 3).permute(2, 0, 1).float() / 255
+        return (pixels - _channels(self.mean)) / _channels(self.std)
+
+
+def load_for_rows(args: argparse.Namespace) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """The model of a data set's rows, its tokenizer or None, and what else ``explain`` takes.
+
+    Models of texts and of images are loaded from folders and from the hub; of series there are
+    those that come with the package.
+
+    Raises:
+        ValueError: where there is no such model.
+    """
+    if reads_images(args.model):
+        model = load_model(args, images=True)
+        return model, None, picture_options(args, model)
+    path = Path(args.model)
+    if path.name in examples.names() and path == examples.folder(path.name):
+        model, tokenizer = examples.load(path.name)
+        if tokenizer is None:
+            dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+            return model.to(args.device, dtype), None, {}
+    return load_model(args, images=False), load_tokenizer(args.model), {}
 
 
 def _channels(values: Any) -> Tensor:

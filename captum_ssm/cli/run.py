@@ -12,16 +12,17 @@ from captum_ssm.cli.explain import (
     add_kept,
     add_methods,
     asked_of_texts,
+    check_no_text,
     class_of,
     is_classifier,
 )
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
+    add_pixels,
     check_device,
     found_model,
-    load_model,
-    load_tokenizer,
+    load_for_rows,
     quiet,
 )
 from captum_ssm.cli.options import add_options, options_of
@@ -41,8 +42,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dataset",
         metavar="DATASET",
-        help=f"A file that ends in {listed(FILES, 'or')} (one text per line), a folder that "
-        "save_to_disk of the package datasets wrote, or a hub name.",
+        help=f"A file that ends in {listed(FILES, 'or')} (texts have one per line, arrays one per "
+        "row), a folder of pictures, a folder that save_to_disk of the package datasets wrote, or "
+        "a hub name.",
     )
     parser.add_argument("--model", required=True, help=MODEL)
     parser.add_argument(
@@ -81,6 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_answers(parser)
     add_kept(parser)
     add_loading(parser)
+    add_pixels(parser)
     add_options(parser)
 
 
@@ -96,12 +99,14 @@ def run(args: argparse.Namespace) -> None:
     asked = asked_of_texts(args)
     with quiet():
         dataset = _dataset(args.dataset, args.split)
-        model = load_model(args, images=False)
-        if is_classifier(model):
+        model, tokenizer, known = load_for_rows(args)
+        if tokenizer is None:
+            check_no_text(args, f"{args.model} reads no text")
+        if tokenizer is None or is_classifier(model):
             asked |= {name: class_of(asked[name]) for name in ("target", "against")}
         found = explain_dataset(
             model,
-            load_tokenizer(args.model),
+            tokenizer,
             dataset,
             args.output,
             columns=columns,
@@ -112,6 +117,7 @@ def run(args: argparse.Namespace) -> None:
             validate=args.validate,
             labels=args.labels,
             **asked,
+            **known,
         )
     _close(found)
 
@@ -129,14 +135,16 @@ def _columns(given: list[str]) -> dict[str, str]:
 
 def _dataset(name: str, split: str) -> Any:
     path = Path(name)
-    if path.suffix in FILES or path.is_file():
+    is_saved = any((path / name).exists() for name in ("state.json", "dataset_dict.json"))
+    if path.suffix in FILES or path.is_file() or (path.is_dir() and not is_saved):
         return path
     try:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"DATASET is {name!r}, which is not a file that ends in {listed(FILES, 'or')}; other "
-            "ones need the package datasets: pip install captum-ssm[data]"
+            f"DATASET is {name!r}, which is neither a folder nor a file that ends in "
+            f"{listed(FILES, 'or')}; other ones need the package datasets: "
+            "pip install captum-ssm[data]"
         ) from error
     if path.is_dir():
         return datasets.load_from_disk(name)

@@ -12,6 +12,8 @@ import numpy as np
 # an answer that is a part of the text, and the tokens where that starts and ends; several tokens
 # of a continuation, explained together.
 ROLES = NEXT, LABEL, SPAN, START, END, PART = ("next", "label", "span", "start", "end", "part")
+# What says which of its own words an answer rests on, where hops go through them.
+THROUGH = RELEVANCE, SWAPS = ("relevance", "swaps")
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Output:
         hops (tuple of int, optional): the rows of hop 1, 2, ...: relevance that the chosen answer's
             row, hop 0, has on tokens of the continuation is handed on to what these were written
             from. Default: ``()``
+        through (str, optional): what says which tokens of the continuation hops go through,
+            ``"relevance"``, or ``"swaps"`` of them. Default: ``"relevance"``
 
     Examples::
 
@@ -157,6 +161,7 @@ class Output:
     read_at: int | None = None
     part: tuple[int, int] | None = None
     hops: tuple[int, ...] = ()
+    through: str = RELEVANCE
 
     @property
     def reading_token(self) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from captum_ssm.explanation.parts import PART, ROLES, Example, Output
+from captum_ssm.explanation.parts import PART, ROLES, THROUGH, Example, Output
 
 
 class Damaged(ValueError):
@@ -198,6 +198,7 @@ def _check_part(output: Output, L: int, place: str) -> None:
     if output.part is not None:
         _check_tokens(output.part, 1, L, f"{place}.part")
         _require(output.position is None, f"{place}.position", output.position, "None of a part")
+    _require(output.through in THROUGH, f"{place}.through", output.through, " or ".join(THROUGH))
     has_first = not output.hops or output.answers[output.chosen].row is not None
     _require(has_first, f"{place}.hops", output.hops, "() where the chosen answer has no row")
 

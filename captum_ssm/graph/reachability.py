@@ -82,6 +82,21 @@ class Joints:
     leaves: frozenset[int]
 
 
+@dataclass(frozen=True)
+class Side:
+    """What joins a way, and does not come of the leaves that the way comes of.
+
+    Args:
+        edge (GradientEdge): the tensor.
+        read (frozenset of int): the leaves that it is made of.
+        is_factor (bool): whether it only multiplies, as a gate does.
+    """
+
+    edge: GradientEdge
+    read: frozenset[int]
+    is_factor: bool
+
+
 class SegmentGraph:
     """A graph that is cut at its leaves: how its tensors read these by way of no other one.
 
@@ -130,12 +145,30 @@ class SegmentGraph:
             before (collection of int): what is added reads no others.
             tokens (int, optional): T, those of the leaves passed, where there are finer ones.
         """
-        found, others = 0, ~self._bits_of(before)
-        for edge in self._sides(root, passed):
-            read = self._bits(edge)
-            if not read & others and (tokens is None or _times_finer(edge, tokens) < 2):
-                found |= read
-        return self._named(found)
+        sides = self.sides(root, passed, tokens)
+        found = (side.read for side in sides if not side.is_factor)
+        return frozenset().union(*(read for read in found if read <= frozenset(before)))
+
+    def sides(self, root: Point, passed: Collection[int], tokens: int | None) -> list[Side]:
+        """What joins, on the way to ``root``, what comes of some leaves, and reads others.
+
+        The arguments are those of :meth:`added`.
+        """
+        through = self._bits_of(passed)
+
+        def passes(edge: GradientEdge) -> bool:
+            return self._bits(edge) & through != 0
+
+        found: dict[GradientEdge, bool] = {}
+        for node, edge in edges_before(root.edge.node, self._ends, passes):
+            if self._bits(edge) and not passes(edge):
+                is_factor = node.name().startswith(_FACTORS)
+                found[edge] = found.get(edge, True) and is_factor
+        return [
+            Side(edge, self.read_by(edge), is_factor)
+            for edge, is_factor in found.items()
+            if tokens is None or _times_finer(edge, tokens) < 2
+        ]
 
     def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
         """Whether a point itself is added, on the way to ``root``, to what comes of some leaves."""
@@ -151,19 +184,9 @@ class SegmentGraph:
                 yield from (one for _, one in edges_before(edge.node, self._ends, keeps))
 
         at = point.edge.node, point.edge.output_nr
-        kept_of = map(kept, self._sides(root, passed))
+        sides = self.sides(root, passed, None)
+        kept_of = (kept(side.edge) for side in sides if not side.is_factor)
         return any((one.node, one.output_nr) == at for edges in kept_of for one in edges)
-
-    def _sides(self, root: Point, passed: Collection[int]) -> Iterator[GradientEdge]:
-        # What is added on the way from a root to some leaves, and does not come of them.
-        through = self._bits_of(passed)
-
-        def passes(edge: GradientEdge) -> bool:
-            return self._bits(edge) & through != 0
-
-        for node, edge in edges_before(root.edge.node, self._ends, passes):
-            if not passes(edge) and not node.name().startswith(_FACTORS):
-                yield edge
 
     def _bits(self, edge: GradientEdge) -> int:
         if edge.node not in self._known:

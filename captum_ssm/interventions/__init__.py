@@ -3,6 +3,7 @@
 from captum_ssm.interventions.attribution import attribution_patching
 from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.diagnostics import StateReport, state_report
+from captum_ssm.interventions.features import scaled_features
 from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.patching import Patching, activation_patching, patched
 from captum_ssm.interventions.reference import Reference
@@ -23,6 +24,7 @@ __all__ = [
     "circuit",
     "knockout",
     "patched",
+    "scaled_features",
     "state_report",
     "states",
     "swap_effects",

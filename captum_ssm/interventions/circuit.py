@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.attr import Edge, RelevanceEdges
 from captum_ssm.capture import resolve_model, unwrap
@@ -103,24 +104,51 @@ def circuit(
         raise ValueError(f"coefficients is {coefficients!r}; expected one of {COEFFICIENTS}.")
     reference = _reference(ablation, formulation)
     root = unwrap(resolve_model(model, None))
-    given = _by_layer(list(chosen_layers(root, None)), edges)
+    kept = KeptEdges.of(root, edges, remove=remove, formulation=formulation)
     chosen = list(chosen_layers(root, layers))
-    nothing = torch.empty(0, 4, dtype=torch.long)
     if remove:
-        chosen = [path for path in chosen if path in given]
+        chosen = [path for path in chosen if path in kept.by_layer]
 
     def edit(opened: OpenMixer) -> Tensor:
         source = opened if opened.unedited is None else opened.unedited
         operator = whole_mixer(source.mixer, formulation)
-        kept = _edge_set(opened, given.get(opened.path, nothing), remove, formulation)
         elsewhere = None if reference is None else reference.at(opened)
-        return with_edges(opened, kept, operator, elsewhere)
+        return with_edges(opened, kept.at(opened), operator, elsewhere)
 
     if not chosen:  # nothing is removed
         yield
         return
     with edited(model, chosen, edit, check=check, unedited=coefficients == "whole"):
         yield
+
+
+@dataclass(frozen=True)
+class KeptEdges:
+    """The edges that a model keeps.
+
+    Args:
+        by_layer (dict): for each mixer's path a mask, or numbers ``(E, 4)`` int64: example, head,
+            target and source.
+        remove (bool): keep all edges except these.
+        formulation (str): ``"hidden"`` or ``"unified"``, which edges are meant.
+    """
+
+    by_layer: dict[str, Tensor]
+    remove: bool
+    formulation: str
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, edges: Edges, *, remove: bool = False, formulation: str = "hidden"
+    ) -> KeptEdges:
+        """The edges that a user named, as for :func:`circuit`."""
+        paths = list(chosen_layers(model, None))
+        return cls(_by_layer(paths, edges), remove, formulation)
+
+    def at(self, opened: OpenMixer) -> EdgeSet:
+        """Those of one mixer in a run, which says how many tokens, heads and examples it has."""
+        given = self.by_layer.get(opened.path, torch.empty(0, 4, dtype=torch.long))
+        return _edge_set(opened, given, self.remove, self.formulation)
 
 
 def _reference(ablation: str | Reference, formulation: str) -> Reference | None:

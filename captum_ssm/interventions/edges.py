@@ -129,7 +129,7 @@ class EdgesElsewhere:
     def _by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
         alpha = entries(self.operator, example, target, source)
         assert alpha is not None
-        return alpha * self.values[example, source]
+        return _times(alpha, self.values[example, source])
 
 
 class EdgeSet(ABC):
@@ -261,7 +261,7 @@ class ListedEdges(RowEdges):
         alpha = entries(of.operator, example, target, source)
         if alpha is None:
             return None
-        moved = alpha * of.values[example, source]
+        moved = _times(alpha, of.values[example, source])
         if of.reference is not None:
             moved = moved - of.reference.by_edge(example, target, source)
         none, every = of.without_edges.expand(B, L, D), of.whole
@@ -336,6 +336,11 @@ def carried(alpha: Tensor, values: Tensor, edges: Tensor) -> Tensor:
     alpha = _matched(alpha, edges) * _matched(edges, alpha)
     v = values.unflatten(-1, (alpha.shape[1], -1)).transpose(1, 2)  # (B, M, L, P)
     return (alpha @ v).transpose(1, 2).flatten(2)
+
+
+def _times(alpha: Tensor, values: Tensor) -> Tensor:
+    # Values (E, D) times entries (E, M) of their maps.
+    return (alpha[..., None] * values.unflatten(1, (alpha.shape[1], -1))).flatten(1)
 
 
 def _matched(x: Tensor, other: Tensor) -> Tensor:

@@ -60,17 +60,34 @@ def with_edges(
         elsewhere (sequence of EdgesElsewhere, optional): for each sum, what its other edges carry;
             None for nothing. Default: None
     """
+    left = left_of(opened, edges, operator, elsewhere)
+    if operator is not None:
+        return opened.returning(left[0])
+    return opened.returning(gated_by(opened, left))
+
+
+def left_of(
+    opened: OpenMixer,
+    edges: EdgeSet,
+    operator: TokenOperator | None,
+    elsewhere: Sequence[EdgesElsewhere] | None = None,
+) -> list[Tensor]:
+    """What is left of each sum over edges, ``(B, L, D)``; arguments as for :func:`with_edges`."""
     sums = sums_of(opened, operator)
     if elsewhere is not None:
         pairs = zip(sums, elsewhere, strict=True)
         sums = [replace(one, reference=reference) for one, reference in pairs]
     if operator is not None:
-        return opened.returning(edges.left(sums[0]))
+        return [edges.left(sums[0])]
     orders = [order for _, order, _ in opened.mixer.scans_in_order()]
-    left = [
+    return [
         (edges if order is None else edges.ordered(order)).left(one)
         for one, order in zip(sums, orders, strict=True)
     ]
+
+
+def gated_by(opened: OpenMixer, mixed: Sequence[Tensor]) -> Tensor:
+    """What the output projection is given if the scans returned ``mixed``, ``(B, L, D)``."""
     if opened.unedited is None:
-        return opened.returning_mixed(left)
-    return opened.returning(opened.unedited.mixer.gated_output(left))
+        return opened.mixer.gated_output_of(mixed)
+    return opened.unedited.mixer.gated_output(mixed)

@@ -43,21 +43,30 @@ class Runs:
         call = MixerCall(last.path, last.module, (), {}, times(last.output, k))
         arguments = {} if mask is None else {"attention_mask": times(mask, k)}
         recording = Recording(request, output, [call], [], arguments)
-        target, position = (
-            x * k if isinstance(x, list) and len(x) == B else _repeated(x, k, B)
-            for x in (self.target, self.position)
-        )
+        target, position = (_again(x, k, B) for x in (self.target, self.position))
         return read_score(recording, target, position).view(k, B)
 
 
 def repeated(request: Request, k: int) -> Request:
     """A request's input k times, the examples of one run after those of another."""
-    B = request.batch
+    return _of_examples(request, lambda x: times(x, k))
+
+
+def only(request: Request, example: int) -> Request:
+    """A request for one example of its batch."""
+    return _of_examples(request, lambda x: x[example : example + 1])
+
+
+def _of_examples(request: Request, of: Callable[[Tensor], Tensor]) -> Request:
+    # Tensors with one row per example are changed; other values hold for all examples.
+    def changed(value: Any) -> Any:
+        return of(value) if _has_examples(value, request.batch) else value
+
     return replace(
         request,
-        inputs=tuple(_repeated(x, k, B) for x in request.inputs),
-        positional=tuple(_repeated(x, k, B) for x in request.positional),
-        named={name: _repeated(x, k, B) for name, x in request.named.items()},
+        inputs=tuple(map(changed, request.inputs)),
+        positional=tuple(map(changed, request.positional)),
+        named={name: changed(value) for name, value in request.named.items()},
     )
 
 
@@ -66,10 +75,15 @@ def times(x: Tensor, k: int) -> Tensor:
     return x if k == 1 else x.repeat(k, *[1] * (x.dim() - 1))
 
 
-def _repeated(value: Any, k: int, B: int) -> Any:
-    # Tensors with one row per example; other values hold for all examples.
-    has_examples = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
-    return times(value, k) if has_examples else value
+def _has_examples(value: Any, B: int) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
+
+
+def _again(value: Any, k: int, B: int) -> Any:
+    # A target or a position, which lists may hold too, of k runs.
+    if isinstance(value, list) and len(value) == B:
+        return value * k
+    return times(value, k) if _has_examples(value, B) else value
 
 
 def runs_at_once(count: Any) -> int:

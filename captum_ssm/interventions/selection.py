@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture import unwrap
+from captum_ssm.capture import Readout, unwrap
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.integers import as_index, as_integers
@@ -77,11 +77,15 @@ def mask_of(
 def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
     """The mixers named by index (in the order of the modules, negative from the end) or path.
 
+    Those after the layer of a :class:`~captum_ssm.Readout` are not counted.
+
     Raises:
         UnsupportedModelError: the model holds no mixer that is known.
         ValueError: for a layer that is not there.
     """
-    mixers = dict(find_mixers(unwrap(model)))
+    root = unwrap(model)
+    not_run = root.later_modules() if isinstance(root, Readout) else ()
+    mixers = {path: mixer for path, mixer in find_mixers(root) if mixer not in not_run}
     paths = list(mixers)
     if not paths:
         raise UnsupportedModelError(

@@ -28,7 +28,7 @@ from captum_ssm.metrics.perturbation import (
 )
 from captum_ssm.metrics.segmentation import SegmentationScores, average_precision, segmentation
 from captum_ssm.metrics.shares import part_shares
-from captum_ssm.metrics.smallest_circuit import Circuit, find_circuit
+from captum_ssm.metrics.smallest_circuit import Circuit, find_circuit, find_circuits
 
 __all__ = [
     "Agreement",
@@ -48,6 +48,7 @@ __all__ = [
     "delta_af",
     "evaluate",
     "find_circuit",
+    "find_circuits",
     "flipping",
     "hit_rate",
     "knockout_agreement",

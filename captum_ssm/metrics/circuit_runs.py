@@ -15,9 +15,10 @@ from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import one_query
 from captum_ssm.interventions.circuit import circuit
-from captum_ssm.interventions.runs import repeated, runs_at_once
+from captum_ssm.interventions.runs import only, repeated, runs_at_once
 from captum_ssm.metrics.perturbation import classes
 from captum_ssm.mixers.call import bound_arguments
+from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.watch_modules import watch_modules
 
 # Edges from the first to the last that is kept: as a method returns them, as maps by layer, or as
@@ -31,9 +32,10 @@ class CircuitRuns:
 
     Args:
         request (Request): the input.
-        rows (Tensor, optional): ``(B,)``, the token whose logits are the answer's, of outputs with
-            logits per token; None for outputs ``(B, V)``.
-        whole (Tensor): ``(B, V)``, the logits of the model itself.
+        rows (Tensor, optional): ``(B,)``, the token whose logits are the answer's, from the end, of
+            outputs with logits per token; None for outputs ``(B, V)`` or ``(B,)``.
+        whole (Tensor): ``(B, V)``, the logits of the model itself; V is 1 for an output of one
+            score, which has no answers.
         target, foil (Tensor): ``(B,)``, the answer and the one that it is compared with: the
             runner-up if none was given.
         others (Tensor): ``(B, V)``, the weights of the answers whose logits are subtracted from
@@ -65,16 +67,22 @@ class CircuitRuns:
         """Runs with a score for each example.
 
         The score is the target's logit minus the foil's; without a foil, minus the mean logit of
-        all others by the probabilities that they have in the whole model's run.
+        all others by the probabilities that they have in the whole model's run. An output of one
+        score is that score.
 
         Raises:
             ValueError, TypeError: for a target or a foil that is not a class of the output, or a
-                model that returns no logits of at least two.
+                model that returns neither logits nor one score.
         """
         at_once = runs_at_once(perturbations_per_eval)
         output, mask = _run(request)
         rows = _rows(request, output, mask, position) if output.dim() == 3 else None
         whole = _answers(output, rows)
+        if whole.shape[1] == 1:
+            _check_one_score(target, foil)
+            none = torch.zeros(len(whole), dtype=torch.long, device=whole.device)
+            others = torch.zeros_like(whole, dtype=torch.double)
+            return cls(request, rows, whole, none, none, others, options, at_once)
         index = classes("target", target, whole)[:, None]
         weights = whole.double().scatter(1, index, -torch.inf).softmax(1)
         if foil is None:
@@ -92,6 +100,26 @@ class CircuitRuns:
     def model(self) -> Any:
         """The model that runs."""
         return self.request.model
+
+    @property
+    def is_one_score(self) -> bool:
+        """Whether the output is one score, with no answer that could come first."""
+        return self.whole.shape[1] == 1
+
+    def example(self, b: int) -> CircuitRuns:
+        """The runs of one example."""
+        of = slice(b, b + 1)
+        return replace(
+            self,
+            request=only(self.request, b),
+            rows=None if self.rows is None else self.rows[of],
+            **{name: getattr(self, name)[of] for name in ("whole", "target", "foil", "others")},
+        )
+
+    def gives(self, logits: Tensor, answers: Tensor) -> Tensor:
+        """Whether answers ``(B,)`` come first, 1 or 0, ``(..., B)``; NaN where there are none."""
+        first = (logits.argmax(-1) == answers).double()
+        return first * torch.nan if self.is_one_score else first
 
     def logits(self, kept: Sequence[Sequence[Edge]], *, remove: bool = False) -> Tensor:
         """The logits of the runs with each of K sets of edges, or without them: ``(K, B, V)``."""
@@ -215,9 +243,19 @@ def _answers(output: Tensor, rows: Tensor | None) -> Tensor:
                 "asked for is before them."
             )
         output = output[torch.arange(len(output), device=output.device), rows]
-    if output.dim() != 2 or output.shape[1] < 2:
+    if output.dim() not in (1, 2):
         raise ValueError(
-            f"the model returned {tuple(output.shape)}; expected logits of two or more answers, "
-            "(B, V) or (B, L, V)."
+            f"the model returned {tuple(output.shape)}; expected logits of answers, (B, V) or "
+            "(B, L, V), or one score, (B,) or (B, 1)."
         )
-    return output
+    return output if output.dim() == 2 else output[:, None]
+
+
+def _check_one_score(target: Any, foil: Any) -> None:
+    index = as_index(target)
+    is_first = index == 0 or (torch.is_tensor(target) and not bool(target.any()))
+    if foil is not None or not (target is None or is_first):
+        raise ValueError(
+            f"target is {target!r} and foil is {foil!r}, and the model returns one score per "
+            "example; expected target=None and foil=None."
+        )

@@ -33,7 +33,8 @@ COLUMNS = {
 class CircuitFaithfulness:
     """What a model answers with the first k edges of a ranking only, and without them.
 
-    Curves are per example and k; :meth:`estimate` gives their areas over log k with intervals,
+    For an output of one score, all that counts answers is NaN, and printing leaves it out. Curves
+    are per example and k; :meth:`estimate` gives their areas over log k with intervals,
     and printing shows all of it as a table.
 
     Args:
@@ -70,6 +71,11 @@ class CircuitFaithfulness:
     kept_none: Tensor
     control_whole: Tensor
     control_none: Tensor
+
+    @property
+    def is_one_score(self) -> bool:
+        """Whether the model returns one score per example, so that no answer comes first."""
+        return bool(self.kept_whole.isnan().all())
 
     @property
     def recovered(self) -> Tensor:
@@ -110,6 +116,8 @@ class CircuitFaithfulness:
         curves = {"kept": self.kept, "removed": self.removed, "gap": self.gap}
         if self.control is not None:
             curves["control"] = self.control
+        if self.is_one_score:  # with no answers to count
+            curves = {"gap": self.gap}
         found = {name: _mean(read(curve), **options) for name, curve in curves.items()}
         parts = read(self.scores), self.none, self.whole
         return found | {"recovered": bootstrap(*parts, statistic=_ratio, **options)}
@@ -126,6 +134,8 @@ class CircuitFaithfulness:
 
     def _end(self, recovered: float, kept: Tensor, control: Tensor) -> dict[str, Any]:
         found = {"kept": f"{kept.mean():.3f}", "recovered": f"{recovered:.3f}"}
+        if self.is_one_score:
+            return {"recovered": found["recovered"]}
         return found if self.control is None else {**found, "control": f"{control.mean():.3f}"}
 
     def __str__(self) -> str:
@@ -139,7 +149,7 @@ def circuit_faithfulness(
     forward_func: Callable[..., Any],
     inputs: Any,
     edges: RankedEdges,
-    target: Any,
+    target: Any = None,
     foil: Any = None,
     *,
     ks: Sequence[int] = KS,
@@ -171,7 +181,8 @@ def circuit_faithfulness(
             :meth:`captum_ssm.attr.RelevanceFlow.edges` returns; maps ``(B, L, L)`` by layer, such
             as those of :func:`captum_ssm.hidden_attention`; or edges, the first one first, for one
             example each or for all.
-        target (int or Tensor): ``(B,)``, the answers.
+        target (int or Tensor, optional): ``(B,)``, the answers; None for an output of one score.
+            Default: None
         foil (int or Tensor, optional): ``(B,)``, wrong answers. None: the score is compared with
             all others, and the control's answer is the model's best other one. Default: None
         ks (sequence of int, optional): numbers of edges, ascending.
@@ -224,7 +235,7 @@ def circuit_faithfulness(
         perturbations_per_eval=perturbations_per_eval,
         **options,
     )
-    if control is None and isinstance(edges, RelevanceEdges):
+    if control is None and isinstance(edges, RelevanceEdges) and not runs.is_one_score:
         control = RelevanceFlow(forward_func, model).edges(
             inputs,
             runs.foil,
@@ -240,19 +251,19 @@ def circuit_faithfulness(
     only = runs.logits([[], *sets, *wrong])
     only, of_foil = only.split([1 + len(sets), len(wrong)])
     without = runs.logits(sets, remove=True)
-    scores, best = runs.scores(only), only.argmax(-1)
+    scores, gives = runs.scores(only), runs.gives
     return CircuitFaithfulness(
         counts,
-        kept=_is(best[1:], runs.target).T,
-        removed=_is(without.argmax(-1), runs.target).T,
+        kept=gives(only[1:], runs.target).T,
+        removed=gives(without, runs.target).T,
         scores=scores[1:].T,
-        control=None if control is None else _is(of_foil.argmax(-1), runs.foil).T,
+        control=None if control is None else gives(of_foil, runs.foil).T,
         whole=runs.scores(runs.whole),
         none=scores[0],
-        kept_whole=_is(runs.whole.argmax(-1), runs.target),
-        kept_none=_is(best[0], runs.target),
-        control_whole=_is(runs.whole.argmax(-1), runs.foil),
-        control_none=_is(best[0], runs.foil),
+        kept_whole=gives(runs.whole, runs.target),
+        kept_none=gives(only[0], runs.target),
+        control_whole=gives(runs.whole, runs.foil),
+        control_none=gives(only[0], runs.foil),
     )
 
 
@@ -266,10 +277,6 @@ def _checked(ks: Sequence[int]) -> tuple[int, ...]:
 
 def _prefixes(edges: list[list[Any]], ks: tuple[int, ...]) -> list[list[Any]]:
     return [[edge for own in edges for edge in own[:k]] for k in ks]
-
-
-def _is(answers: Tensor, expected: Tensor) -> Tensor:
-    return (answers == expected).double()
 
 
 def _mean(values: Tensor, **options: Any) -> Interval:

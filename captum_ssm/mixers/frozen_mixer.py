@@ -143,10 +143,13 @@ class FrozenMixer:
         scale = scale_of(self.mixed)
         # A skip is added before the norm, so it is divided by the norm's scale.
         skip = self.skip if bonus is None else bonus / scale
-        added = 0.0 if bonus is None or skip is None else skip * self.values
+        added = None if bonus is None or skip is None else skip * self.values
 
         def readout(y: Tensor) -> Tensor:
-            y = (y - added) * scale_of(y - added) + added * scale
+            if added is None:
+                y = y * scale_of(y)
+            else:
+                y = (y - added) * scale_of(y - added) + added * scale
             y = y if self.gate is None else y * self.gate
             return y if self.offset is None else y + self.offset
 

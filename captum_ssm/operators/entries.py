@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from captum_ssm.kernels.diagonal_states import HUGE, decay
 from captum_ssm.operators.base import TokenOperator
 from captum_ssm.operators.diagonal import DiagonalOperator
+from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.utils.memory import tile_entries
 
 
@@ -17,7 +20,8 @@ def entries(
     """Some entries of every map; None for an operator that knows rows only.
 
     Args:
-        operator (TokenOperator): a diagonal recurrence without a convolution knows its entries.
+        operator (TokenOperator): a diagonal recurrence and linear attention know their entries,
+            without a convolution, a delta rule or a bonus.
         example, target, source (Tensor): ``(E,)`` int64, of each entry; no source is after its
             target.
 
@@ -31,21 +35,41 @@ def entries(
         >>> some = entries(operator, *torch.tensor([[0, 1], [4, 2], [1, 2]]))
         >>> torch.testing.assert_close(some[0], operator.matrix()[0, :, 4, 1])
     """
-    if not isinstance(operator, DiagonalOperator):
+    of: Callable[..., Tensor]
+    if isinstance(operator, DiagonalOperator):
+        if operator.conv is not None or operator.columns is not None:
+            return None
+        of, size = _diagonal, operator.A.numel()
+    elif isinstance(operator, LinearAttentionOperator):
+        if operator.erase is not None or operator.bonus is not None:
+            return None
+        of, size = _linear_attention, operator.query[0, 0].numel()
+    else:
         return None
-    if operator.conv is not None or operator.columns is not None:
-        return None
-    step = max(1, tile_entries(1 << 24) // operator.A.numel())
+    step = max(1, tile_entries(1 << 24) // size)
     parts = zip(example.split(step), target.split(step), source.split(step), strict=True)
-    return torch.cat([_entries(operator, *part) for part in parts])
+    return torch.cat([of(operator, *part) for part in parts])
 
 
-def _entries(o: DiagonalOperator, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
+def _between(x: Tensor, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
+    # The sums of x (B, L, ...) over the tokens after a source, up to its target: (E, ...).
+    spans = zip(example.tolist(), source.tolist(), target.tolist(), strict=True)
+    return torch.stack([x[b, j + 1 : i + 1].sum(0) for b, j, i in spans])
+
+
+def _linear_attention(
+    o: LinearAttentionOperator, example: Tensor, target: Tensor, source: Tensor
+) -> Tensor:
+    # The product of query, decay and key, (E, H).
+    left = _between(o.log_decay, example, target, source).exp()  # (E, H, 1 or N)
+    return (o.query[example, target] * left * o.key[example, source]).sum(-1)
+
+
+def _diagonal(o: DiagonalOperator, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
     # The sum over states of read, decay and write, of channels in groups (E, G, D / G, N).
     groups = o.B.shape[2]
     dt = o.dt.clamp(max=HUGE)
-    spans = zip(example.tolist(), source.tolist(), target.tolist(), strict=True)
-    steps = torch.stack([dt[b, j + 1 : i + 1].sum(0) for b, j, i in spans])  # (E, D)
+    steps = _between(dt, example, target, source)  # (E, D)
     left = decay(steps[..., None] * o.A).unflatten(1, (groups, -1))
     read_write = (o.C[example, target] * o.B[example, source])[:, :, None]
     alpha = (left * read_write).sum(-1).flatten(1) * o.right[example, source]

@@ -21,7 +21,7 @@ from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.ledger import structure
 from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed
-from captum_ssm.wiring.output import Readout
+from captum_ssm.wiring.output import OutputReads
 from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
 from captum_ssm.wiring.skips import Skips
 from captum_ssm.wiring.token_map import TokenMaps
@@ -55,7 +55,7 @@ def measure(
     cuts.measuring = True
     try:
         graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
-        return _measured(graph, Readout(graph, at))
+        return _measured(graph, OutputReads(graph, at))
     except UnsupportedModelError as error:
         count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
         return replace(sequence(count, tokens), refused=str(error))
@@ -63,7 +63,7 @@ def measure(
         cuts.measuring = False
 
 
-def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
+def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
     graph.refuse_calls()
     mixing = _Mixing(graph, readout.is_per_token)
     simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits))
@@ -81,7 +81,8 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     if not readout.is_whole:
         shares = readout.shares(output, steps, maps.past.get(graph.end, {}))
     past = readout.past_pool(steps, shares)
-    held, said = readout.balance(past, shares)
+    again = len(maps.read_again.get(graph.end, ()))
+    held, said = readout.balance(past, shares, output[len(output) - again :])
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
         (graph.step_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
@@ -113,11 +114,12 @@ def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
             else:
                 _place_sibling(graph, i, group[0])
             graph.put(i)
-        steps.append(Step(tuple(group), reads, graph.tokens(group[0])))
+        is_aside = group[0] in maps.aside
+        steps.append(Step(tuple(group), reads, graph.tokens(group[0]), is_aside=is_aside))
     return steps
 
 
-def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read, ...]:
+def _output(graph: MixerGraph, maps: TokenMaps, readout: OutputReads) -> tuple[Read, ...]:
     end = graph.end
     if readout.is_per_token:
         return maps.reads(end)
@@ -128,7 +130,7 @@ def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read,
     return tuple((graph.step_of[i], TokenMap()) for i in sources)
 
 
-def _counts_agree(graph: MixerGraph, readout: Readout) -> bool:
+def _counts_agree(graph: MixerGraph, readout: OutputReads) -> bool:
     entries = [entry for entry in graph.entries.values() if entry is not None]
     if not readout.is_per_token and readout.output is not None:
         entries.remove(readout.output)

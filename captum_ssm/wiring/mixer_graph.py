@@ -141,9 +141,9 @@ class MixerGraph:
                     "maps are not over the tokens of one sequence; expected a mixer that returns "
                     "one token for each. Register an adapter with captum_ssm.register_mixer."
                 )
-            if exit.shape[0] % self.batch != 0 and calls[name] % self.batch == 0:
+            if exit.shape[0] % self.batch != 0:
                 raise UnsupportedModelError(
-                    f"the model runs {name} on one example at a time, {calls[name]} times for "
+                    f"the model runs {name} on tokens {(*exit.shape,)}, {calls[name]} times for "
                     f"{self.batch} examples, and maps through the layers are of all at once; "
                     "explain one example at a time."
                 )

@@ -20,7 +20,7 @@ from captum_ssm.wiring.token_order import Orders
 from captum_ssm.wiring.wiring import Read, Step
 
 
-class Readout:
+class OutputReads:
     """What the output of one run, or a score, reads.
 
     Args:
@@ -144,16 +144,28 @@ class Readout:
         return {k: one / total for k, one in past.items()}
 
     def balance(
-        self, past: Mapping[int, Tensor], shares: Sequence[Tensor | None]
+        self, past: Mapping[int, Tensor], shares: Sequence[Tensor | None], again: Sequence[Read]
     ) -> tuple[float, str | None]:
-        """What share of a pooled output the maps hold, also in words where some goes past."""
-        if not past:
+        """What share of an output the maps hold, also in words where some goes past.
+
+        ``again`` are the last of the output's reads: what joins its tokens past their mixers.
+        """
+        reads = [(self.graph.groups[s][0] if s >= 0 else s, link.share) for s, link in again]
+        known = shares[len(shares) - len(again) :]
+        gone = [
+            (k, share if one is None else one) for (k, share), one in zip(reads, known, strict=True)
+        ]
+        gone += past.items()
+        if not gone:
             return 1.0, None
-        parts, held = [], sum(float(read.sum(1).mean()) for read in shares if read is not None)
-        for k, read in past.items():
+        parts, held = [], 1.0
+        for k, read in gone:
+            assert read is not None
             at = (read > 0.01 * read.amax(1, keepdim=True)).any(0).nonzero()[:, 0].tolist()
             where = f"token {at[0]}" if len(at) == 1 else f"{len(at)} tokens"
-            share = float(read.sum(1).mean())
+            # All tokens of an output are read, each for itself.
+            share = float(read.mean() if self.is_whole else read.sum(1).mean())
+            held -= share
             parts.append(f"{share:.0%} goes past, from {self.graph.name(k)} at {where}")
         return held, f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
 

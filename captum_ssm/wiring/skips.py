@@ -8,18 +8,84 @@ residual stream hands on around a mixer is none of these: the mixer's map counts
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import Joints, meetings, shape_of
-from captum_ssm.graph.token_weights import Pairs, PatchWeights, TokenWeights, pairs, pushed
+from captum_ssm.graph.reachability import Joints, Side, meetings, shape_of
+from captum_ssm.graph.token_weights import (
+    Pairs,
+    PatchWeights,
+    TokenWeights,
+    orthogonal,
+    pairs,
+    pulling,
+    pushed,
+)
+from captum_ssm.utils.lazy import cached_property
 from captum_ssm.wiring.mixer_graph import MixerGraph
+from captum_ssm.wiring.mixing_test import separating
+from captum_ssm.wiring.wiring import INPUT
+
+
+@dataclass(frozen=True)
+class Again:
+    """What is read once more of tokens that a residual stream holds, past some of its mixers.
+
+    Args:
+        read (frozenset of int): the mixers and inputs that it is made of.
+        last (int): the last of them.
+        first (int, optional): the first mixer that is given the sum of just these.
+        way (TokenWeights): the way to the last one.
+        every (TokenWeights): all ways to it that do not go through the stream.
+        is_factor (bool): whether it only multiplies the tokens, as a gate does.
+    """
+
+    read: frozenset[int]
+    last: int
+    first: int | None
+    way: TokenWeights
+    every: TokenWeights
+    is_factor: bool
+
+    @cached_property
+    def strength(self) -> Tensor:
+        r"""How strongly each token reads it, next to the stream, which counts one: ``(B, T)``.
+
+        The ratio of the norms of the two Jacobians of the last of what both are made of.
+        """
+        whole = replace(self.way, around=())
+        size = whole.leaf.width
+        count = min(16, max(2, 256 // size)) if size > 16 else size
+        total = torch.zeros(2, whole.root.tokens, dtype=torch.float64)
+        for seed in orthogonal(whole.leaf, whole.batch, count, seed=1):
+            direction = whole.leaf.unflat(seed)
+            mine, others, both = (
+                pushed(way, direction)[0].double() for way in (self.way, self.every, whole)
+            )
+            parts = (mine, both - others)
+            total += torch.stack([part.square().sum(-1) for part in parts]).to(total)
+        mine, stream = total.sqrt()
+        return torch.where(mine > 0, mine / stream.clamp(min=1e-150), 0).view(whole.batch, -1)
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether each token reads the same tokens by it as by the stream."""
+        root, whole = self.way.root, replace(self.way, around=())
+        generator = torch.Generator().manual_seed(0)
+        for chosen in separating(root.tokens, generator):
+            seed = root.noise(generator) * chosen.to(root.device)[:, None]
+            mine, others, both = (_pulled(way, seed) for way in (self.way, self.every, whole))
+            read, held = ((x.double().square().sum(-1)) for x in (mine, both - others))
+            if bool((read > 0)[held <= 1e-12 * held.amax()].any()):
+                return False
+        return True
 
 
 class Skips:
@@ -75,19 +141,65 @@ class Skips:
                     waiting |= self._start(k)
         return dict(sorted(ways.items()))
 
-    def of_same_tokens(self, i: int, j: int) -> dict[int, TokenWeights]:
-        """What i may read past the residual stream around j, of the tokens of j, and the ways."""
-        graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
-        if root is None or found is None:
-            return {}
-        near = set(found.leaves if found.stream else ()).union(*map(graph.cut.read_by, found.past))
-        return {
-            k: TokenWeights(root, graph.exits[k], graph.batch, tuple(found.stream))
-            for k in near & graph.exits.keys()
-            if graph.exits[k].tokens == root.tokens
-            and graph.is_same_grid(j, k)
-            and graph.lead(j) != graph.lead(k)
-        }
+    def again(self, i: int, leads: Sequence[int]) -> list[Again]:
+        """What i reads once more, past the residual stream around its leads that holds it."""
+        root = self.graph.entries[i]
+        if root is None:
+            return []
+        stream, found = self._repeated(root, leads)
+        return [
+            again
+            for read, mine in found.items()
+            if (again := self._again(root, read, mine, found, stream, leads[0])) is not None
+        ]
+
+    def is_in_stream(self, i: int, leads: Sequence[int], read: frozenset[int]) -> bool:
+        """Whether what i reads once more goes around i too, and is not for i alone."""
+        graph = self.graph
+        roots = [graph.entries[k] for k, direct in graph.direct.items() if i in direct]
+        return not roots or any(
+            root is not None and read in self._repeated(root, leads)[1] for root in roots
+        )
+
+    def _repeated(
+        self, root: Point, leads: Sequence[int]
+    ) -> tuple[list[GradientEdge], dict[frozenset[int], list[Side]]]:
+        # What makes up the streams around the leads, and what reads once more what these hold.
+        graph = self.graph
+        passed = {k for j in leads for k in graph.groups[graph.step_of[j]] if j >= 0}
+        sides = graph.cut.sides(root, passed, None) if passed else []
+        sides.sort(key=lambda side: (side.is_factor, -len(side.read)))
+        streams, held = {graph.read_by(j) for j in leads}, frozenset[int]()
+        stream: list[GradientEdge] = []
+        found: dict[frozenset[int], list[Side]] = {}
+        for side in sides:
+            is_first = not side.is_factor and not side.read & held
+            if is_first or side.read in streams:
+                streams.add(side.read)
+                stream.append(side.edge)
+                held |= side.read
+            elif side.read & held:
+                found.setdefault(side.read, []).append(side)
+        return stream, found
+
+    def _again(
+        self,
+        root: Point,
+        read: frozenset[int],
+        mine: Sequence[Side],
+        found: Mapping[frozenset[int], Sequence[Side]],
+        stream: Sequence[GradientEdge],
+        lead: int,
+    ) -> Again | None:
+        graph, last = self.graph, max(read)
+        first = next((one[0] for one in graph.groups if graph.read_by(one[0]) == read), None)
+        if not any(k is not None and graph.is_same_grid(lead, k) for k in (first, last)):
+            return None  # of another grid
+        leaf = graph.exits[last] if last >= 0 else graph.ways[INPUT - last].leaf
+        later = [side.edge for one, sides in found.items() if one > read for side in sides]
+        way = TokenWeights(root, leaf, graph.batch, (*stream, *later))
+        every = TokenWeights(root, leaf, graph.batch, tuple(stream))
+        return Again(read, last, first, way, every, all(side.is_factor for side in mine))
 
     def _joints(self, i: int, j: int) -> Joints | None:
         # Where what goes around j joins on the way to i.
@@ -165,6 +277,13 @@ class Skips:
         if edge is None:
             return []
         return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
+
+
+def _pulled(way: TokenWeights, seed: Tensor) -> Tensor:
+    with pulling(way) as pull:
+        found = pull(way.root.unflat(seed))
+    shape = way.leaf.tokens, way.leaf.width
+    return seed.new_zeros(shape) if found is None else way.leaf.flat(found)
 
 
 def _is_read(way: TokenWeights) -> bool:

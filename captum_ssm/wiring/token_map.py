@@ -21,7 +21,7 @@ from captum_ssm.wiring.inputs import portions, shares
 from captum_ssm.wiring.ledger import gathered, points
 from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import leaks
-from captum_ssm.wiring.skips import Skips
+from captum_ssm.wiring.skips import Again, Skips
 from captum_ssm.wiring.wiring import INPUT, Read, TokenMap
 
 # The largest share of what a token reads from others without a mixer.
@@ -41,17 +41,21 @@ class TokenMaps:
 
     Attributes:
         past (dict): by what reads past others, the ways to what it reads.
+        read_again (dict): by what reads tokens once more that a stream holds, or that go past an
+            exchange of tokens, these reads.
         neighbor_share (float): the largest share that tokens read from one another.
         is_far (bool): whether they read others than their neighbors so.
+        aside (set of int): the mixers that read past others what is no part of the stream.
     """
 
     def __init__(self, graph: MixerGraph, skips: Skips, unmixed: list[set[int]] | None) -> None:
         self.graph, self.skips, self.unmixed = graph, skips, unmixed
         self.past: dict[int, dict[int, TokenWeights]] = {}
         self.neighbor_share, self.is_far = 0.0, False
-        # By mixer, its reads, to which those of what goes past an exchange of tokens belong.
+        self.aside: set[int] = set()
+        # By mixer, its reads, to which those of what it reads again belong.
         self._read_by: dict[int, tuple[Read, ...]] = {}
-        self._read_past: dict[int, tuple[Read, ...]] = {}
+        self.read_again: dict[int, tuple[Read, ...]] = {}
 
     def reads(self, i: int) -> tuple[Read, ...]:
         """What i, a mixer or the output, reads: one read per step, by way of its first mixer."""
@@ -60,7 +64,7 @@ class TokenMaps:
         inputs = [j for j in leads if j < 0]
         for j in leads:
             links[i, j] = TokenMap() if simple else self._map(i, j)
-        if not simple and len(leads) == 1 and i not in self._read_past:
+        if not simple and len(leads) == 1 and i not in self.read_again:
             leads += self._others(i, leads[0])
         root = graph.entries[i]
         if len(inputs) > 1 and root is not None:
@@ -70,12 +74,14 @@ class TokenMaps:
             ]
             for j, share in zip(inputs, portions(sizes), strict=True):
                 links[i, j] = replace(links[i, j], share=share)
+        if i not in self.read_again:
+            self._add_again(i, graph.leads(i))
         found = [(graph.step_of[j], links[i, j]) for j in leads]
         if not simple:
             self._check_unread(i, [link for _, link in found])
         graph.orders.setdefault(i, None)
         graph.put(i)
-        self._read_by[i] = (*found, *self._read_past.get(i, ()))
+        self._read_by[i] = (*found, *self.read_again.get(i, ()))
         return self._read_by[i]
 
     def leak(self, i: int, leaves: Sequence[int], around: Sequence[GradientEdge] = ()) -> None:
@@ -193,10 +199,7 @@ class TokenMaps:
         past = self.skips.of(i, j)
         if graph.links[i, j].is_in_place:  # what is added to a stream by no mixer stays out
             past = {k: way for k, way in past.items() if k >= 0}
-        if past:
-            self.past[i] = past
-        else:
-            past = self._moved(i, j)
+        self.past[i] = past
         if not past or root is None:
             return []
         ways = {j: TokenWeights(root, graph.exits[j], graph.batch), **past}
@@ -206,28 +209,57 @@ class TokenMaps:
             graph.links[i, k] = replace(link, share=share)
         return list(past)
 
-    def _moved(self, i: int, j: int) -> dict[int, TokenWeights]:
-        # Such as an input that is added once more, turned around, after later mixers.
-        graph = self.graph
-        ways = self.skips.of_same_tokens(i, j)
-        moved = {k: way for k, way in ways.items() if self._is_moved(i, k, way)}
-        if not moved:
-            return {}
-        k = max(moved)
-        if set(moved) != {k, *graph.read_by(k)}:
-            raise graph.refused(k, i, "in other places, without the residual stream there")
-        return {k: moved[k]}
+    def _add_again(self, i: int, leads: Sequence[int]) -> None:
+        # What goes past mixers and joins the stream that holds it: a way of its own, which counts
+        # as much as it adds, where the stream counts one.
+        found, is_aside = [], i < self.graph.end
+        for again in self.skips.again(i, leads):
+            if self.unmixed is None or again.is_in_place:
+                reads = () if again.is_factor else self._in_place(i, again)
+            else:
+                reads = self._moved(i, again)
+            if reads and bool(again.strength.any()):
+                found.append((reads, self._in_order(i, again.strength)))
+                is_aside &= not self.skips.is_in_stream(i, leads, again.read)
+        if not found:
+            return
+        if is_aside:
+            self.aside.add(i)
+        whole = 1 + sum(strength for _, strength in found)
+        self.read_again[i] = tuple(
+            (step, link.of(strength / whole)) for reads, strength in found for step, link in reads
+        )
+        for j in leads:
+            self.graph.links[i, j] = self.graph.links[i, j].of(1 / whole)
 
-    def _is_moved(self, i: int, k: int, way: TokenWeights) -> bool:
-        # Whether i reads tokens of k in other places by a way; where they are mixed, that is
-        # refused or said.
-        found = pairs(way)
-        if found is None:
-            self.graph.refuse_mixers(i, k)
-            self.leak(i, [k], way.around)
-            return False
-        order = self.graph.order
-        return not torch.equal(order(i)[found.root], order(k)[found.leaf])
+    def _in_place(self, i: int, again: Again) -> tuple[Read, ...]:
+        graph, k = self.graph, again.last
+        if again.first is not None and again.first < i:
+            return self._read_by[again.first]
+        if again.read != {k, *graph.read_by(k)}:
+            raise graph.refused(i, k, "once more, without the residual stream there")
+        return ((graph.step_of[k], TokenMap()),)
+
+    def _moved(self, i: int, again: Again) -> tuple[Read, ...]:
+        # Such as an input that is added once more, turned around, after later mixers.
+        graph, k = self.graph, again.last
+        root, found = again.way.root, None
+        if again.way.leaf.tokens == root.tokens:
+            found = pairs(again.way)
+        if found is None:  # mixed, which is refused or said
+            graph.refuse_mixers(i, k)
+            self.leak(i, [k], again.way.around)
+            return ()
+        source = self._source(found, i, k)
+        if source is None or again.read != {k, *graph.read_by(k)}:
+            raise graph.refused(k, i, "in other places, without the residual stream there")
+        return ((graph.step_of[k], self._sourced(i, k, self._in_order(i, source).flatten())),)
+
+    def _in_order(self, i: int, found: Tensor) -> Tensor:
+        # Numbers of the tokens given to i, in the model's order.
+        flat = torch.empty_like(found.flatten())
+        flat[self.graph.order(i).to(flat.device)] = found.flatten()
+        return flat.view(found.shape)
 
     def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:
         # Tokens that are made of none that are known are made of nothing else.
@@ -271,14 +303,14 @@ class TokenMaps:
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
         if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
             raise unclear
-        self._read_past[i] = ()
+        self.read_again[i] = ()
         share = None
         for edge in found.past:
             first = next((k for k, *_ in graph.groups if self._is_given(k, edge)), None)
             share = self._share(way, edge)
             if share is None or first is None:
                 raise unclear
-            self._read_past[i] = tuple((s, link.of(1 - share)) for s, link in self._read_by[first])
+            self.read_again[i] = tuple((s, link.of(1 - share)) for s, link in self._read_by[first])
         return TokenMap(transport=way, count=graph.tokens(j), share=share)
 
     def _share(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:

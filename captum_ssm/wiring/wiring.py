@@ -126,6 +126,9 @@ class Step:
             nothing is added. Default: (0,)
         is_given_stream (bool, optional): whether its mixers are given the residual stream itself,
             and not what a norm makes of it; None where that was not measured. Default: None
+        is_aside (bool, optional): whether what it reads past the mixer before it is given to its
+            own mixers alone, as the embeddings to Zamba's attention, and is no part of the residual
+            stream. Default: False
     """
 
     calls: tuple[int, ...]
@@ -133,6 +136,12 @@ class Step:
     tokens: int
     around: tuple[int, ...] = (0,)
     is_given_stream: bool | None = None
+    is_aside: bool = False
+
+    @property
+    def stream(self) -> tuple[Read, ...]:
+        """The reads of which the residual stream before it is made."""
+        return ((self.reads[0][0], TokenMap()),) if self.is_aside else self.reads
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,7 @@ class Wiring:
     @property
     def is_chain(self) -> bool:
         """Whether each step after the first reads the one before it, token by token."""
-        reads = [*(step.reads for step in self.steps), self.output]
+        reads = [*(step.stream for step in self.steps), self.output]
         return all(
             len(read) <= 1 and all(link.is_identity and s == i for s, link in read)
             for i, read in enumerate(reads[1:])
@@ -228,7 +237,10 @@ class Wiring:
         def kept(reads: tuple[Read, ...]) -> tuple[Read, ...]:
             return tuple(read for read in reads if read[0] >= step)
 
-        steps = [replace(one, reads=kept(one.reads)) for one in self.steps]
+        steps = [
+            replace(one, reads=kept(one.reads), is_aside=one.is_aside and kept(one.reads)[1:] != ())
+            for one in self.steps
+        ]
         return replace(self, steps=steps, output=kept(self.output))
 
     def lengthened(self, tokens: int) -> Wiring:
@@ -243,7 +255,7 @@ class Wiring:
     def back(
         self,
         at_output: Sequence[Tensor],
-        through: Callable[[int, Tensor], dict[int, Tensor]],
+        through: Callable[[int, Tensor], dict[int | None, Tensor]],
         *,
         to_inputs: bool = True,
     ) -> list[Tensor]:
@@ -252,8 +264,8 @@ class Wiring:
         Args:
             at_output (sequence of Tensor): ``(B, T)`` for each read of the output.
             through (Callable): takes a step and weights of the tokens after it, returns those of
-                the tokens before it, and before earlier steps that a residual stream leaves at: by
-                step.
+                the tokens that its mixers are given, under None, and of the residual stream before
+                it and before earlier steps that one leaves at: by step.
             to_inputs (bool, optional): go on to the inputs, which may cost as much as all the
                 rest. Default: True
 
@@ -265,14 +277,16 @@ class Wiring:
         for (step, _), w in zip(self.output, at_output, strict=True):
             at.setdefault(step, []).append(w)
         for i in progress(range(len(self.steps) - 1, -1, -1), "layers"):
+            step, given = self.steps[i], list[Tensor]()
             if i in at:
-                for step, found in through(i, reduce(torch.add, at.pop(i))).items():
-                    before.setdefault(step, []).append(found)
-            if i in before:
-                w = reduce(torch.add, before.pop(i))
-                for earlier, link in self.steps[i].reads or ((INPUT, TokenMap()),):
+                for leaving, found in through(i, reduce(torch.add, at.pop(i))).items():
+                    is_aside = leaving is None and step.is_aside
+                    key = i if leaving is None else leaving
+                    (given if is_aside else before.setdefault(key, [])).append(found)
+            for reads, some in ((step.reads, given), (step.stream, before.pop(i, []))):
+                for earlier, link in (reads or ((INPUT, TokenMap()),)) if some else ():
                     if to_inputs or earlier >= 0:
-                        at.setdefault(earlier, []).append(link.rmatvec(w))
+                        at.setdefault(earlier, []).append(link.rmatvec(reduce(torch.add, some)))
         return self._at_inputs(at) if to_inputs else []
 
     def from_first(self, w: Tensor) -> list[Tensor]:
@@ -287,11 +301,13 @@ class Wiring:
         none = [like.new_zeros(way.batch, way.leaf.tokens // way.batch) for way in self.inputs]
         return [reduce(torch.add, at.get(INPUT - k, []), zero) for k, zero in enumerate(none)]
 
-    def forth(self, start: Tensor, through: Callable[[int, dict[int, Tensor]], Tensor]) -> Tensor:
+    def forth(
+        self, start: Tensor, through: Callable[[int, dict[int | None, Tensor]], Tensor]
+    ) -> Tensor:
         """Carry a matrix from the input, ``(B, L, ...)``, to the output.
 
-        ``through`` takes a step and the rows before it and all earlier ones, by step, and returns
-        those after it.
+        ``through`` takes a step and the rows of the residual stream before it and all earlier ones,
+        by step, and of what its mixers are given, under None, and returns those after it.
 
         Raises:
             UnsupportedModelError: if the output is read from several grids of tokens.
@@ -303,12 +319,16 @@ class Wiring:
                 "there is no one axis of output tokens; expected one. attribute() gives the row of "
                 "the output, or of one entry of it with target=."
             )
-        after, before = {INPUT: start}, {}
+        after, before = {INPUT: start}, dict[int | None, Tensor]()
+
+        def read(reads: tuple[Read, ...]) -> Tensor:
+            return reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
+
         for i, step in enumerate(progress(self.steps, "layers")):
-            reads = step.reads or ((INPUT, TokenMap()),)
-            before[i] = reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
+            before[i] = read(step.stream or ((INPUT, TokenMap()),))
+            before[None] = read(step.reads) if step.is_aside else before[i]
             after[i] = through(i, before)
-        return reduce(torch.add, [link.matmul(after[i]) for i, link in self.output])
+        return read(self.output)
 
 
 def sequence(count: int, tokens: int) -> Wiring:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import DELTA_FAMILIES, KDA_FAMILIES, SPECS, TRANSFORMERS_4, build
 from models import ids, without_biases
 from torch import Tensor, nn
@@ -145,6 +146,44 @@ def test_a_cache_of_other_lengths_or_with_a_mask_is_refused():
     layers[1].keys, layers[1].values = layers[1].keys[:, :, 1:], layers[1].values[:, :, 1:]
     with pytest.raises(InputError, match=rf"hold \[{P - 1}, {P}\] tokens"):
         explained(model, text[:, P:], cache)
+
+
+def test_states_that_are_kept_elsewhere_are_missed_in_words():
+    # Attention's layers are in the cache, and the recurrent ones keep their states in the modules.
+    model, text = build("recurrent_gemma"), ids(2, P + 1)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text[:, :P], cache=cache, use_cache=True)
+    with pytest.raises(UnsupportedModelError, match=r"nothing of .*RecurrentBlock.* begins anew"):
+        explained(model, text[:, P:], {"cache": cache})
+
+
+@pytest.mark.parametrize("segment", [1, 4, 13])
+def test_segments_go_on_from_a_cache(segment):
+    model, text = build("mamba2"), ids(2, P + 13)
+    cache = filled(model, text[:, :P])
+    whole, left, begun = explained(model, text[:, P:], cache)
+    found, delta, states = MambaLRP(model).attribute(
+        text[:, P:],
+        TARGET,
+        cache,
+        segment=segment,
+        return_convergence_delta=True,
+        return_states=True,
+    )
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(delta, left, rtol=0, atol=1e-5)
+    assert [*states] == [*begun]
+    for name, of in states.items():
+        assert of.state.shape == begun[name].state.shape
+        torch.testing.assert_close(of.state, begun[name].state, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(of.tails, begun[name].tails, rtol=1e-4, atol=1e-6)
+
+
+def test_segments_after_a_cache_that_the_model_ignores_are_refused():
+    model, text = build("mamba"), ids(1, P + 6)
+    with pytest.raises(ReconstructionError, match="do not go on from its state"):
+        MambaLRP(model).attribute(text[:, P:], TARGET, filled(model, text[:, :P]), segment=2)
 
 
 def test_what_the_model_ignores_is_refused():

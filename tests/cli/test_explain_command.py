@@ -291,7 +291,7 @@ def test_an_image(tmp_path, capsys):
         assert message in capsys.readouterr().err
     path.write_text("not a picture")
     assert explain(*given, model=DIGITS) == 1
-    assert "which is not a picture" in capsys.readouterr().err
+    assert "is not an image that PIL can open" in capsys.readouterr().err
 
 
 def test_color_where_the_terminal_has_it(capsys, monkeypatch):

@@ -27,6 +27,13 @@ def in_one_row() -> Example:
     return whole_answers.in_one_row(THOUGHTS, ANSWER, HOPS)
 
 
+def by_swaps() -> Example:
+    """Hops that were measured by swaps, in addition to the single tokens' rows."""
+    example = whole_answers.with_hops(THOUGHTS, ANSWER, HOPS)
+    first, *others = example.outputs
+    return replace(example, outputs=(replace(first, through="swaps"), *others))
+
+
 def ended() -> Example:
     """The last token, which ends the answer, says nothing; the prompt is a conversation."""
     from captum_ssm.explanation import Span
@@ -50,6 +57,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "code": lambda: [whole_answers.code()],
         "one row": lambda: [in_one_row()],
         "both": lambda: [whole_answers.with_hops(THOUGHTS, ANSWER, HOPS[:2])],
+        "swaps": lambda: [by_swaps()],
         "ended": lambda: [ended()],
         "long": lambda: [whole_answers.long()],
         "several": lambda: [pages.picture(), THOUGHTS, pages.story("red red", " red")],
@@ -222,6 +230,18 @@ def test_computed_hops_come_first_and_single_rows_without_reading_tokens(opened)
     # Other words have no hops that were computed, and are followed on the page.
     tab = opened("both", f"span={ANSWER[0]}-{ANSWER[0] + 3}")
     assert hide.is_checked()
+
+
+def test_hops_by_swaps_are_shown_as_computed_and_others_are_told_apart(opened):
+    tab = opened("swaps")
+    assert sentence(tab).endswith("was measured by swapping them.")
+    shown = steps(tab)
+    assert len(shown) == len(HOPS) + 1
+    tab.get_by_label("Reading token (reads itself)").check()
+    assert steps(tab) == shown
+    tab = opened("swaps", f"span={ANSWER[0]}-{ANSWER[0] + 3}")
+    assert "swapped for another part of the answer alone" in sentence(tab)
+    assert "swap" not in sentence(opened("both"))
 
 
 def test_ribbons_are_to_scale_and_end_where_the_words_were_written(opened):

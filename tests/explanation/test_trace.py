@@ -252,13 +252,33 @@ def test_a_trace_by_swaps_adds_up_and_reads_its_own_words_by_their_effects():
     torch.testing.assert_close(found.relevance[0].sum(), scores.sum())
     handed = (found.relevance - found.kept).sum(1)
     torch.testing.assert_close(found.relevance[1:].sum(1), handed[:-1])
-    assert found.delta[:-1].isnan().all()
+    logits = model(ids(1, 10)).logits[0, PROMPT - 1 :].detach()
+    signed = logits.gather(1, continuation[:, None]).sum()
+    torch.testing.assert_close(found.delta[0], signed - scores.sum())
+    maps = trace(RawAttention(model), prompt, continuation, hops=1, through="swaps")
+    assert maps.delta.isnan().all()
+
+
+def test_effects_may_be_given():
+    model, (prompt, continuation) = tiny(), text()
+    effects = swap_effects(model, prompt, continuation)
+    asked = {"span": (1, 2), "hops": 1}
+    given = trace(MambaLRP(model), prompt, continuation, through=effects, **asked)
+    found = trace(MambaLRP(model), prompt, continuation, through="swaps", **asked)
+    torch.testing.assert_close(given.relevance, found.relevance, rtol=1e-4, atol=1e-5)
+    rows = continuation_relevance(MambaLRP(model), prompt, continuation)
+    scores = model(ids(1, 10)).logits[0, PROMPT - 1 :].detach()
+    scores = scores.gather(1, continuation[:, None])[:, 0]
+    by_rows = trace_rows(rows, PROMPT, scores=scores, through=effects, **asked)
+    torch.testing.assert_close(by_rows.relevance, found.relevance, rtol=1e-3, atol=1e-4)
+    with pytest.raises(InputError, match=r"through has shape \(2, 2\)"):
+        trace_rows(rows, PROMPT, through=effects[:2, :2], **asked)
 
 
 def test_swaps_name_the_record_that_a_thought_rests_on():
     # Handed on by relevance, most goes to words of form.
     model, _ = examples.load("chains-mamba2")
-    numbers, right = random.Random(5), {"relevance": 0, "swaps": 0}
+    numbers, right = random.Random(5), {"relevance": [0] * 4, "swaps": [0] * 4}
     for _ in range(6):
         puzzle = make_puzzle(numbers, held_out=True)
         prompt, words = torch.tensor([encode(puzzle.prompt)]), torch.tensor(encode(puzzle.aloud))
@@ -270,14 +290,15 @@ def test_swaps_name_the_record_that_a_thought_rests_on():
             found = trace(
                 *(MambaLRP(model), prompt, words),
                 span=(-2, -2),
-                hops=1,
+                hops=3,
                 signs="positive",
                 through=through,
             )
             records = found.relevance[:, : 4 * len(names)].unflatten(1, (-1, 4)).sum(2).argmax(1)
-            assert names[int(records[0])] == chain[-2]
-            right[through] += names[int(records[1])] == chain[-3]
-    assert right["swaps"] == 6 > right["relevance"]
+            for hop, record in enumerate(records.tolist()):
+                right[through][hop] += names[record] == chain[-2 - hop]
+    assert right["swaps"] == [6, 6, 6, 6]
+    assert right["relevance"][0] == 6 > max(right["relevance"][1:])
 
 
 def test_captum_results_of_a_span_have_a_row_per_hop():

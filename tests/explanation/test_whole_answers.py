@@ -11,6 +11,7 @@ from captum_ssm import (
     InputError,
     MambaAttribution,
     MambaLRP,
+    RawAttention,
     explain,
     trace,
     trace_rows,
@@ -61,6 +62,34 @@ def test_hops_come_after_the_single_tokens(tmp_path):
     again = Explanation.load(tmp_path / "why.json")
     assert again.examples[0].outputs == found.examples[0].outputs
     assert again.relevance(output=-1, hop=2).tolist() == found.relevance(output=-1, hop=2).tolist()
+
+
+def test_hops_by_swaps_are_those_of_a_trace_and_are_kept(tmp_path):
+    methods = ("mamba-lrp", "raw-attention")
+    found = explained(span="w9", hops=2, through="swaps", methods=methods)
+    (output,) = found.examples[0].outputs
+    assert output.through == found.settings["through"] == "swaps"
+    ids = torch.tensor([WORDS.encode(f"{TEXT} {TARGET}")])
+    for method, kind in zip(methods, (MambaLRP, RawAttention), strict=True):
+        traced = trace(kind(tiny()), ids[:, :4], ids[0, 4:], span=(2, 2), hops=2, through="swaps")
+        for hop in range(3):
+            row = found.relevance(method, output=0, hop=hop)
+            np.testing.assert_allclose(row[:8], traced.relevance[hop], rtol=1e-4, atol=1e-5)
+    found.save(tmp_path / "why.json")
+    assert Explanation.load(tmp_path / "why.json").examples[0].outputs == (output,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(through="swaps"), "hops=1 or more"),
+        (dict(through="swaps", span="w9"), "hops=1 or more"),
+        (dict(through="gates", hops=1), "through is 'gates'"),
+    ],
+)
+def test_through_says_how_hops_are_found(options, message):
+    with pytest.raises(InputError, match=message):
+        explained(**options)
 
 
 @pytest.mark.parametrize("method", ["mamba-attribution", "saliency"])

@@ -15,7 +15,7 @@ from captum_ssm import examples
 from captum_ssm.attr import Edge, RelevanceFlow
 from captum_ssm.examples import copying
 from captum_ssm.interventions import Reference, circuit
-from captum_ssm.metrics import CircuitFaithfulness, circuit_faithfulness, find_circuit
+from captum_ssm.metrics import CircuitFaithfulness, circuit_faithfulness
 
 L = 7
 EVERY = 2 * L * (L + 1) // 2  # edges of two causal layers
@@ -203,77 +203,6 @@ def test_what_does_not_fit_is_refused(mamba, error, message, options):
         circuit_faithfulness(mamba, ids(2, L), **arguments)
 
 
-@pytest.mark.parametrize("others", [None, 6])
-def test_a_found_circuit_is_as_faithful_as_it_says_and_needs_each_edge(mamba, others):
-    tokens = ids(1, L)
-    answer = int(last(mamba, tokens).argmax())
-    given = None if others is None else ids(others, L, seed=1)
-    found = find_circuit(mamba, tokens, answer, reference_inputs=given, perturbations_per_eval=3)
-    assert found.reached
-    assert found.kept
-    assert found.faithfulness >= 0.9
-    options: dict[str, Any] = {"coefficients": "whole"}
-    if given is not None:
-        options = {"ablation": Reference.of(mamba, given)}
-
-    def measured(edges: list[Edge]) -> tuple[float, float]:
-        one = circuit_faithfulness(mamba, tokens, edges, answer, ks=(len(edges),), **options)
-        return 1 - abs(1 - float(one.recovered)), float(one.kept)
-
-    edges = list(found.edges)
-    assert measured(edges) == (pytest.approx(found.faithfulness, abs=1e-5), 1)
-    assert 1 < len(edges) <= found.unpruned
-    for n in range(len(edges)):
-        share, kept = measured(edges[:n] + edges[n + 1 :])
-        assert share < 0.9 or not kept
-    assert all(value >= 0.9 for k, value in found.curve.items() if k >= found.unpruned)
-    assert found.curve[max(found.curve)] == pytest.approx(1, abs=1e-5)
-    assert f"{len(edges)} edges, faithfulness" in str(found)
-
-
-def test_a_circuit_that_is_not_found_is_not_claimed(mamba):
-    tokens = ids(1, L)
-    found = find_circuit(mamba, tokens, 5, faithfulness=0.99, max_edges=2)
-    assert not found.reached
-    assert found.faithfulness < 0.99
-    assert found.faithfulness == pytest.approx(max(found.curve.values()), abs=1e-4)
-    assert "was not reached" in str(found)
-
-
-@pytest.mark.parametrize("position", [3, -2])
-def test_an_answer_at_another_token_has_edges_up_to_it(mamba, position):
-    tokens = ids(1, L)
-    found = find_circuit(mamba, tokens, (position, 5), max_edges=8)
-    same = find_circuit(mamba, tokens, 5, position=position, max_edges=8)
-    assert (found.edges, found.score, found.curve) == (same.edges, same.score, same.curve)
-    assert max(edge.target for edge in found.edges) <= position % L
-    # What comes after that token has no part in it.
-    begun = find_circuit(mamba, tokens[:, : position % L + 1], (-1, 5), max_edges=8)
-    assert begun.whole == pytest.approx(found.whole, abs=1e-5)
-    assert begun.score == pytest.approx(found.score, abs=1e-5)
-    with pytest.raises(ValueError, match="names a token, and position is 1"):
-        find_circuit(mamba, tokens, (position, 5), position=1)
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("expected one, as each has", {"inputs": ids(2, L)}),
-        ("expected a number above 0", {"faithfulness": 1.5}),
-        ("max_edges is 0; expected", {"max_edges": 0}),
-        ("depends on what tokens read", {"inputs": ids(1, L), "faithfulness": 0.9, "zero": True}),
-    ],
-)
-def test_searches_that_cannot_be_made_are_refused(message, options):
-    model = tiny("mamba")
-    if options.pop("zero", False):
-        for layer in model.backbone.layers:
-            nn.init.zeros_(layer.mixer.out_proj.weight)
-    arguments = {"inputs": ids(1, L), "target": 5, **options}
-    with pytest.raises(ValueError, match=message):
-        find_circuit(model, **arguments)
-
-
 @pytest.mark.parametrize("how", ["by place", "in a function", "made by the function"])
 def test_padding_on_the_right_is_known_however_the_mask_is_passed(mamba, how):
     tokens, mask, target = ids(2, 9), padded("right"), torch.tensor([5, 8])
@@ -315,3 +244,22 @@ def test_a_ranking_of_other_edges_than_those_that_are_removed_is_refused(mamba):
         mamba, tokens, unified, 5, ks=(EVERY,), formulation="unified", coefficients="whole"
     )
     torch.testing.assert_close(found.recovered, torch.ones(1, 1).double())
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_an_output_of_one_score_recovers_and_has_no_answers(mamba, axes):
+    def score(tokens: Tensor) -> Tensor:
+        found = mamba(tokens).logits[:, -1, 5] ** 2
+        return found if axes == 1 else found[:, None]
+
+    tokens = ids(3, L)
+    edges = RelevanceFlow(score, mamba).edges(tokens)
+    found = circuit_faithfulness(score, tokens, edges, ks=(1, EVERY), model=mamba)
+    torch.testing.assert_close(found.whole, score(tokens).double().flatten())
+    assert torch.equal(found.recovered[:, 1], torch.ones(3).double())
+    assert bool(found.kept.isnan().all())
+    assert found.control is None
+    assert set(found.estimate()) == {"gap", "recovered"}
+    assert "nan" not in str(found)
+    with pytest.raises(ValueError, match="returns one score per example; expected target=None"):
+        circuit_faithfulness(score, tokens, edges, 3, model=mamba)

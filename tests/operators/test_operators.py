@@ -25,6 +25,7 @@ from captum_ssm.operators import (
     TokenOperator,
     WeightsOperator,
 )
+from captum_ssm.operators.entries import entries
 from captum_ssm.operators.part import examples, part_of
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100)
@@ -489,3 +490,19 @@ def test_a_head_s_channel_mean_has_gradients():
         return operator.compose(left=gate, conv=taps).scaled(None, columns).row_tile(2, 7)
 
     assert torch.autograd.gradcheck(mean, [x.requires_grad_() for x in (gate, taps, columns)])
+
+
+@pytest.mark.parametrize("decays", [1, 3])
+def test_entries_of_linear_attention_are_those_of_its_maps(decays):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 6, 2, 3)
+    decay = -torch.rand(2, 6, 2, decays)
+    decay[0, 3] = -torch.inf  # forgets everything before it
+    operator = LinearAttentionOperator(query, key, decay, width=4)
+    example, target, source = torch.tensor([[0, 1, 0, 1], [5, 5, 4, 2], [1, 2, 3, 2]])
+    some = entries(operator, example, target, source)
+    expected = operator.matrix()[example, :, target, source]
+    torch.testing.assert_close(some, expected, atol=1e-6, rtol=1e-5)
+    assert float(some[0].abs().max()) == 0
+    with_bonus = dataclasses.replace(operator, bonus=torch.ones(2, 6, 2))
+    assert entries(with_bonus, example, target, source) is None

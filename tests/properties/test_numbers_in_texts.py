@@ -25,6 +25,7 @@ COPYING = {
     "`LaTIM` (l2), best layer": "LaTIM (l2, gate)",
     "`LaTIM` (ALTI), best layer": "LaTIM (ALTI, gate)",
     "`LaTIM` (ALTI-Logit)": "LaTIM (ALTI-Logit, gate)",
+    "`LaTIM` (flow-logit)": "LaTIM (flow-logit, gate)",
     '`LaTIM` (l2, `"silu"`), best layer': "LaTIM (l2, silu)",
     '`LaTIM` (ALTI, `"silu"`), best layer': "LaTIM (ALTI, silu)",
     '`LaTIM` (ALTI-Logit, `"silu"`)': "LaTIM (ALTI-Logit, silu)",
@@ -114,7 +115,7 @@ def test_the_readme_fits_on_few_screens():
     [
         ("MambaLRP points to the value in {}", "MambaLRP"),
         ("LaTIM's ALTI-Logit in {}", "LaTIM (ALTI-Logit, gate)"),
-        ("LaTIM's ALTI-Logit in {}", "LaTIM (ALTI-Logit, silu)"),
+        ('`"silu"`: {}', "LaTIM (ALTI-Logit, silu)"),
         ("unified rollout in {}", "Unified (rollout)"),
         ("attention and its rollout in {}", "Mamba-Attention"),
         ("attention and its rollout in {}", "Rollout"),
@@ -160,7 +161,7 @@ def test_every_method_is_in_the_table_of_methods():
 def test_every_measured_row_has_a_name_of_this_library():
     text = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## .*", text, re.MULTILINE)
-    assert len(headings) == len(set(headings)) == 8
+    assert len(headings) == len(set(headings)) == 10
     methods = text.split("## What a row costs")[0]
     names = re.findall(r"^\| (.*?) \| [\d.]+[%| ]", methods, re.MULTILINE)
     assert len(names) > 100

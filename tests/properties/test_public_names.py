@@ -37,6 +37,7 @@ NAMES = (
     *("UnifiedImplicitAttention", "SSMLLMAttribution", "hidden_attention"),
     *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
     *("InputError", "MemoryLimitError", "ReconstructionError", "RelevanceFlow", "TargetError"),
+    "Readout",
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
     *("Area", "ReceptiveField", "effective_receptive_field", "Explanation", "explain"),
     *("ExplainBatches", "explain_dataset"),

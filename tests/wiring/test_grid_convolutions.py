@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from groups import SIDE, Groups
@@ -10,7 +12,7 @@ from methods import MAPS, METHODS, assert_close, each
 from models import made
 from torch import Tensor, nn
 
-from captum_ssm import MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm import MambaRollout, RawAttention, UnsupportedModelError, hidden_attention
 from captum_ssm.capture import Request, freeze
 
 
@@ -71,10 +73,13 @@ def test_a_rollout_is_the_product_with_the_exchange(skip, layers):
 @pytest.mark.parametrize("skip", [True, False])
 def test_every_method_runs_through_them(method, skip):
     model, x = made(lambda: Groups(skip=skip)), noise(2, 3, SIDE, SIDE)
-    found = method(model).attribute(x, 1, **options(method))
+    # The stream goes past the convolution and the mixers before it, and maps of layers do not.
+    is_said = skip and method is RawAttention
+    with pytest.warns(UserWarning, match="54% goes past") if is_said else nullcontext():
+        found = method(model).attribute(x, 1, **options(method))
+        alone = method(model).attribute(x[1:], 1, **options(method))
     assert found.shape == x.shape
     assert bool(found.any())
-    alone = method(model).attribute(x[1:], 1, **options(method))
     assert_close(found[1:], alone, 0.2 if method in MAPS else 0.3)
 
 

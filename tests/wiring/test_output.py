@@ -10,6 +10,7 @@ from inputs import noise
 from methods import assert_close
 from models import randomize
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from captum_ssm import (
     MambaAttribution,
@@ -158,11 +159,10 @@ def test_tokens_in_other_places_are_followed_past_mixers(place, order):
     mixers = (model.a, model.b) if place == 0 else (model.a, model.b, model.c)
     states = rollout(model, x, *mixers)
     h, rows = states[-1]
-    h, rows = h + 2 * move(states[place][0]), (rows + 4 * move(states[place][1])) / 5
+    h, rows = h + 2 * move(states[place][0]), (rows + 2 * move(states[place][1])) / 3
     if place == 0:
         with torch.no_grad():
             h, rows = after(model.c, h, rows)
-    # The shares of both are estimated by the squared norms of what they are multiplied by.
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], rows[0, -1], 1e-6)
 
 
@@ -199,6 +199,30 @@ class Lying(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
+
+
+class LyingOnce(Lying):
+    """The same, by a kernel: its backward pass cannot be differentiated."""
+
+    backward = staticmethod(once_differentiable(Lying.backward))
+
+
+class Doubled(torch.autograd.Function):
+    """Each token twice, by a kernel whose backward pass is right, and leaves no graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient.detach()
+
+
+class DoubledOnce(Doubled):
+    """The same, which says that its backward pass cannot be differentiated."""
+
+    backward = staticmethod(once_differentiable(Doubled.backward))
 
 
 def normed(x):
@@ -246,6 +270,7 @@ REFUSED = {
     ),
     "a backward pass of its own": lambda m, x: two(m, x, Lying.apply),
     "a backward pass of its own at the end": lambda m, x: m.head(Lying.apply(m.towards(x))[:, -1]),
+    "a backward pass of a kernel's own": lambda m, x: two(m, x, LyingOnce.apply),
     "a hidden norm over tokens": lambda m, x: two(m, x, normed),
     "a mask that the input seeds": lambda m, x: two(m, x, masked),
     "tokens that are written to data": lambda m, x: two(m, x, written),
@@ -269,6 +294,18 @@ def test_what_is_unknown_or_hidden_is_refused_or_said(name):
     for _ in range(2):
         said = warnings_of_relevance(model, x)
         assert any("autograd does not show" in one or "are mixed by" in one for one in said)
+
+
+@pytest.mark.parametrize("kernel", [Doubled, DoubledOnce])
+def test_a_kernel_whose_backward_pass_has_no_graph_hides_nothing(kernel):
+    x = tokens()
+    model, plain = (
+        with_forward(lambda m, x, between=between: two(m, x, between))
+        for between in (kernel.apply, lambda h: 2 * h)
+    )
+    assert_close(MambaRollout(model).attribute(x), MambaRollout(plain).attribute(x), 1e-9)
+    (said,) = warnings_of_relevance(model, x)
+    assert "has no rule" in said
 
 
 def warnings_of_relevance(model, x):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +121,20 @@ class BlockStream:
     mixers: range
 
 
+class Changed(NamedTuple):
+    """What becomes of a call of a mixer in a run that is not the model's own.
+
+    Args:
+        mixer (FrozenMixer): has the coefficients.
+        mixed (list of Tensor): what its scans return, ``(B, L, D)``, in the scan's order.
+        gated (Tensor): what its output projection is given, ``(B, L, D)``.
+    """
+
+    mixer: FrozenMixer
+    mixed: list[Tensor]
+    gated: Tensor
+
+
 class ActivationStandIns(RelevanceStandIns):
     """The rules of MambaLRP, with the activations inside of each mixer kept in the graph.
 
@@ -129,7 +144,6 @@ class ActivationStandIns(RelevanceStandIns):
             Default: None
         rule (str, optional): ``"lrp"``; ``"gradient"`` leaves the coefficients in the graph, and
             what is outside of the mixers as it is. Default: ``"lrp"``
-        scale (float, optional): a factor of all edges in the run. Default: 1.0
 
     Attributes:
         made_of (list of Activations or ScannedCall): by mixer, in forward order.
@@ -141,10 +155,8 @@ class ActivationStandIns(RelevanceStandIns):
         request: Request,
         blocks: set[nn.Module] | None = None,
         rule: str = "lrp",
-        scale: float = 1.0,
     ) -> None:
         super().__init__(request)
-        self.scale = scale
         self.blocks = blocks or set()
         self.rule = rule
         self.made_of: list[Activations | ScannedCall] = []
@@ -170,10 +182,7 @@ class ActivationStandIns(RelevanceStandIns):
         if is_measured:
             self.made_of.append(ScannedCall(list(self.scans), call.output))
             self.scans.clear()
-        if self.scale == 1 or len(self.made_of) == before:
-            return result
-        changed = self.made_of[-1].output
-        return with_first(call.result, changed.reshape(call.output.shape).to(call.output.dtype))
+        return result
 
     def _keeps(self, call: MixerCall) -> bool:
         # Coefficients are read inside of every mixer, so that no graph can be made later; that of
@@ -185,21 +194,24 @@ class ActivationStandIns(RelevanceStandIns):
 
     def rebuilt_of(self, frozen: FrozenMixer, call: MixerCall) -> Rebuilt:
         """As :meth:`rebuilt`, of a mixer whose coefficients are what they shall be."""
-        scans = [scan for scan, _, _ in frozen.scans_in_order()]
-        if self.scale == 1:
-            mixed = [scan.mixed for scan in scans]
-            rebuilt = Rebuilt.of(frozen, call, mixed)
-        else:
-            mixed = [scan.mix(scan.values, self.scale) for scan in scans]
-            gated = frozen.gated_output_of(mixed)
-            one = torch.ones(len(gated))
-            rebuilt = Rebuilt(frozen.projected(gated), one, frozen.rounding, gated=gated)
-        inputs, values = [scan.inputs for scan in scans], [scan.values for scan in scans]
+        mixed = [scan.mixed for scan, _, _ in frozen.scans_in_order()]
+        rebuilt = Rebuilt.of(frozen, call, mixed)
         assert rebuilt.gated is not None
-        self.made_of.append(
-            Activations(frozen, inputs, values, mixed, rebuilt.gated, rebuilt.output)
-        )
+        self._keep(frozen, frozen, mixed, rebuilt.gated, rebuilt.output)
         return rebuilt
+
+    def _keep(
+        self,
+        given: FrozenMixer,
+        mixer: FrozenMixer,
+        mixed: list[Tensor],
+        gated: Tensor,
+        output: Tensor,
+    ) -> None:
+        # What a mixer was given in this run, and what another one's coefficients made of it.
+        scans = [scan for scan, _, _ in given.scans_in_order()]
+        inputs, values = [scan.inputs for scan in scans], [scan.values for scan in scans]
+        self.made_of.append(Activations(mixer, inputs, values, mixed, gated, output))
 
     def other(self, call: MixerCall) -> Tensor | None:
         if call.module in self.blocks:
@@ -214,6 +226,40 @@ class ActivationStandIns(RelevanceStandIns):
         if self.rule == "lrp" or isinstance(call.module, nn.Embedding):
             return super().other(call)
         return None
+
+
+class ChangedStandIns(ActivationStandIns, ABC):
+    """The rules in a run whose scans return something else than in the model's own."""
+
+    @abstractmethod
+    def changed(self, call: MixerCall, frozen: FrozenMixer) -> Changed:
+        """What a mixer's scans return in this run, and what becomes of it."""
+
+    def __call__(self, call: MixerCall) -> Any:
+        before = len(self.made_of)
+        result = super().__call__(call)
+        if len(self.made_of) == before:
+            return result
+        output = self.made_of[-1].output
+        return with_first(call.result, output.reshape(call.output.shape).to(call.output.dtype))
+
+    def rebuilt_of(self, frozen: FrozenMixer, call: MixerCall) -> Rebuilt:
+        mixer, mixed, gated = self.changed(call, frozen)
+        output = mixer.projected(gated)
+        self._keep(frozen, mixer, mixed, gated, output)
+        return Rebuilt(output, torch.ones(len(gated)), mixer.rounding, gated=gated)
+
+
+class ScaledStandIns(ChangedStandIns):
+    """The rules in a run with all edges times a factor; the arguments are those of its base."""
+
+    def __init__(self, *args: Any, factor: float) -> None:
+        super().__init__(*args)
+        self.factor = factor
+
+    def changed(self, call: MixerCall, frozen: FrozenMixer) -> Changed:
+        mixed = [scan.mix(scan.values, self.factor) for scan, _, _ in frozen.scans_in_order()]
+        return Changed(frozen, mixed, frozen.gated_output_of(mixed))
 
 
 @dataclass(frozen=True)

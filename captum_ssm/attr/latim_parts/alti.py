@@ -7,7 +7,9 @@ Row i of the mixing P compares the output y with the vectors T of its sources (P
     P_{ij} = \frac{n_{ij}}{\sum_k n_{ik}}, \qquad
         n_{ij} = \big[\|y_i\|_1 - \|y_i - T_{ij}\|_1\big]_+.
 
-Its rows are not negative and sum to one. Relevance v after a layer becomes v P before it.
+where y is the sum of the vectors that are compared with it (eq. 23), also where the activation
+makes them miss the layer's output. Rows are not negative and sum to one. Relevance v after a layer
+becomes v P before it.
 
 **With a tolerance** most vectors are not made. Entry by entry, with s the signs of y_i, t an
 entry of T_ij, and s and y the same entry's of y_i,
@@ -66,14 +68,23 @@ NARROW = 128  # a vector of so few numbers costs less than to tell whether it ma
 
 @dataclass(frozen=True)
 class Alti:
-    """The rows of eq. 6 of one layer, whose vectors add up to the output y, ``(B, L, E)``.
+    """The rows of eq. 6 of one layer.
 
     The residual stream, ``(B, L, E)``, is what each token adds to its own output in addition.
     """
 
     parts: Contributions
-    output: Tensor
     residual: Tensor | None = None
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the vectors add up to, y, ``(B, L, E)``.
+
+        A layer's own output is this plus bias terms with ``"gate"`` only. Vectors that miss it are
+        all far from it, and the few that come near by chance would get the whole row.
+        """
+        total = self.parts.total()
+        return total if self.residual is None else self.residual + total.to(self.residual)
 
     def tiles(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Ascending rows ``(R,)`` of P: tiles of them, each with ``(B, r, C)``, zero beyond."""
@@ -83,7 +94,7 @@ class Alti:
             else:
                 index, columns = chosen.expand(self.parts.batch, -1), self.parts.columns(chosen)
                 near = self.parts.reduced(index, columns, self._near_block(chosen))
-            yield chosen, _shares(near, chosen)
+            yield chosen, shares_of(near, chosen)
 
     def _near_of_maps(self, chosen: Tensor) -> Tensor:
         # n of some rows, (B, r, C), without their vectors.
@@ -146,7 +157,7 @@ class Alti:
             budget = (budget - (weight[:, chosen] * error).sum(-1)).clamp(min=0)
             left -= len(chosen)
             moved = relevance[..., chosen]
-            carried[..., : near.shape[2]] += moved @ _shares(near, chosen)
+            carried[..., : near.shape[2]] += moved @ shares_of(near, chosen)
             bound = bound + (moved.abs() @ error[..., None])[..., 0]
             advance(len(chosen) / len(made))
         return carried, bound
@@ -236,8 +247,11 @@ def _positive(near: Tensor, size: Tensor) -> Tensor:
     return torch.where(near > 8 * torch.finfo(near.dtype).eps * size, near, 0)
 
 
-def _shares(near: Tensor, chosen: Tensor) -> Tensor:
-    # Where no vector alone leads nearer to the output, the row is the token's own.
+def shares_of(near: Tensor, chosen: Tensor) -> Tensor:
+    """Rows ``(B, r, C)`` that sum to one, of some tokens ``(r,)``, from entries of at least zero.
+
+    A row without an entry is the token's own: no vector alone leads nearer to the output.
+    """
     total = near.sum(-1, keepdim=True)
     identity = torch.zeros_like(near)
     identity[:, torch.arange(len(chosen), device=chosen.device), chosen] = 1

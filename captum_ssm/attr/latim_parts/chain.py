@@ -12,7 +12,7 @@ mixed within a layer by ALTI, and carried between layers as the wiring says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -55,8 +55,7 @@ class LayerStep:
 
     def alti(self, parts: Contributions) -> Alti:
         """The mixing of the mixers' vectors with the stream, of the first examples if these do."""
-        after = self.before + output_of(self.layers).to(self.before)
-        return Alti(parts, after[: parts.batch], self.before[: parts.batch])
+        return Alti(parts, self.before[: parts.batch])
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,25 @@ class Decomposition:
         return Decomposition(self.frozen, {chosen.step: alone}, alone.added(), (), False)
 
     def relevance(
-        self, activation: str, tolerance: float = 0.0, *, is_one_text: bool = False
+        self,
+        activation: str,
+        tolerance: float = 0.0,
+        *,
+        is_one_text: bool = False,
+        mixing: Callable[[int], Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Relevance ``(B, S)`` of each input's tokens, by input.
 
         And what it claims to add up to, ``(B,)``, and the bound on what the tolerance changes,
         ``(B,)``. Where all examples are one text, its vectors are made once for all targets.
+        ``mixing`` gives a step's rows ``(B, L, L)`` in place of ALTI's.
         """
         frozen, claimed, bound = self.frozen, self.score, torch.zeros_like(self.score)
         text = frozen.of_first() if is_one_text else frozen
         layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
         B, N = frozen.shape[0], text.shape[0]
 
-        def through(i: int, w: Tensor) -> dict[int, Tensor]:
+        def through(i: int, w: Tensor) -> dict[int | None, Tensor]:
             nonlocal claimed, bound
             if i not in self.steps:
                 return {i: w}
@@ -117,7 +122,10 @@ class Decomposition:
             parts = [Contributions.of(text, group, activation) for group in groups]
             if here.local is not None:
                 w = w + (here.direction * here.local).sum(-1)
-            if bool((w != 0).any()):
+            if mixing is not None:
+                w = (w[:, None] @ mixing(i).to(w))[:, 0]
+                bar.advance()
+            elif bool((w != 0).any()):
                 whole = parts[0]
                 if len(parts) > 1:
                     whole = Contributions.of(text, list(chain(*groups)), activation)

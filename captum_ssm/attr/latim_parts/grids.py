@@ -249,12 +249,18 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     Raises:
         UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
     """
-    _check_shares(frozen.require_wiring())
+    wiring = frozen.require_wiring()
+    _check_shares(wiring)
     mixers: dict[int, list[_Mixer]] = {}
     pairs = graph.coefficients()
     for layer, cut, pair in zip(frozen.layers, graph.cuts, pairs, strict=True):
         mixers.setdefault(layer.step, []).append((layer, cut, *pair))
-    steps = {step: _step(group, frozen.shape[0]) for step, group in mixers.items()}
+    # The steps before which something leaves the stream that is read again past them.
+    reads = [*(step.reads for step in wiring.steps), wiring.output]
+    left = {max(earlier, -1) + 1 for read in reads for earlier, _ in read[1:]}
+    steps = {
+        step: _step(group, frozen.shape[0], is_left=step in left) for step, group in mixers.items()
+    }
     stream, direction = next(
         (cut.stream, at_stream)
         for _, cut, _, at_stream in mixers[min(mixers)]
@@ -292,14 +298,17 @@ def _check_shares(wiring: Wiring) -> None:
 _Mixer = tuple[FrozenCall, _Cut, Tensor, Tensor | None]
 
 
-def _step(group: Sequence[_Mixer], batch: int) -> LayerStep:
+def _step(group: Sequence[_Mixer], batch: int, *, is_left: bool) -> LayerStep:
     for layer, cut, _, at_stream in group:
         if at_stream is not None and cut.before.shape == cut.exit.shape:
             before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
-            groups = [
-                _multiplied(one, _in_place(one, at_exit, batch), at_before)
-                for one, _, at_exit, _ in group
-            ]
+            groups = []
+            for one, _, at_exit, _ in group:
+                direction = _in_place(one, at_exit, batch)
+                # Nothing is known of scales where the score reads the stream before the mixers by
+                # another way than that after them.
+                scaled = ([one], direction) if is_left else _multiplied(one, direction, at_before)
+                groups.append(scaled)
             return LayerStep(groups, before, at_before)
     raise UnsupportedModelError(
         f"{group[0][0].name} does not add to a residual stream of its own tokens that leads on "

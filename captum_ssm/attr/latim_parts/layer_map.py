@@ -14,15 +14,17 @@ from captum_ssm.attr.latim_parts.contributions import Contributions
 from captum_ssm.capture import FrozenCall, FrozenModel
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
+FLOW: Literal["flow_logit"] = "flow_logit"
 
 
 def norm_order(aggregation: str | float, layer: int | str | None) -> str | float | None:
-    """The order of a norm, ``"alti"``, or None for ``"alti_logit"``.
+    """The order of a norm, ``"alti"``, or None for a decomposition of the logit.
 
     Raises:
-        ValueError: for an aggregation that does not exist, or one that needs a layer.
+        ValueError: for an aggregation that does not exist, or one that needs a layer or none.
     """
-    named: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
+    named: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti"}
+    named |= {LOGIT: None, FLOW: None}
     is_number = isinstance(aggregation, (int, float)) and not isinstance(aggregation, bool)
     if not (isinstance(aggregation, str) and aggregation in named):
         if not (is_number and float(aggregation) > 0):
@@ -36,7 +38,35 @@ def norm_order(aggregation: str | float, layer: int | str | None) -> str | float
             f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
             "None; pass layer=, an index or a module path."
         )
+    if layer is not None and aggregation == FLOW:
+        raise ValueError(
+            f"aggregation is {FLOW!r}, which goes through all layers, and layer is {layer!r}; pass "
+            f"layer=None, or aggregation={LOGIT!r} for what one layer adds."
+        )
     return named[aggregation]
+
+
+def check_score_options(
+    aggregation: str | float,
+    layer: int | str | None,
+    grid: int | None,
+    tolerance: float,
+    return_error_bound: bool,
+) -> None:
+    """Raise a ValueError for options that the aggregation or the layer leaves no room for."""
+    whole = aggregation == LOGIT and layer is None
+    of_choices = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
+    if grid is not None and not whole:
+        raise ValueError(
+            f"grid is {grid!r}, {of_choices} grid only for aggregation='alti_logit' with "
+            "layer=None. A layer's own map is returned by interactions()."
+        )
+    if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
+        raise ValueError(
+            f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, "
+            f"{of_choices} a share of at least 0 and less than 1, and either of them only for "
+            "aggregation='alti_logit' with layer=None."
+        )
 
 
 def layer_map(
@@ -66,7 +96,7 @@ def _tiles(
     # Ascending rows (R,) of a layer's map: tiles of them, each with (B, r, C).
     parts = Contributions.of(frozen, [layer], activation)
     if order == "alti":
-        yield from Alti(parts, output_of([layer])).tiles(rows)
+        yield from Alti(parts).tiles(rows)
         return
 
     def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -261,11 +261,11 @@ def raw_row(maps: GridMaps) -> list[Tensor]:
             stacklevel=2,
         )
 
-    def ask(step: int, w: Tensor) -> dict[int, Tensor]:
+    def ask(step: int, w: Tensor) -> dict[int | None, Tensor]:
         asked[step] = w
         return {step: w}
 
-    def add(step: int, row: Tensor) -> dict[int, Tensor]:
+    def add(step: int, row: Tensor) -> dict[int | None, Tensor]:
         m, w = maps.at(step), asked[step]
         if m is not None:
             row = row + m.rmatvec(_over(w, m.row_sums()) if maps.options.normalize_rows else w)
@@ -285,17 +285,14 @@ def rollout_row(maps: GridMaps) -> list[Tensor]:
     I that they have: those of :math:`M_1` by themselves.
     """
 
-    def through(step: int, w: Tensor) -> dict[int, Tensor]:
+    def through(step: int, w: Tensor) -> dict[int | None, Tensor]:
         m = maps.at(step)
         streams = maps.streams(step, m)
         if m is None:  # not chosen: the tokens go past it
             return {min(streams, default=step): w}
         if maps.options.normalize_rows:
             w = _over(w, len(streams) + m.row_sums())
-        before = dict.fromkeys(streams, w)
-        row = m.rmatvec(w)
-        before[step] = row + w if step in streams else row
-        return before
+        return {None: m.rmatvec(w), **dict.fromkeys(streams, w)}
 
     return maps.wiring.back(maps.frozen.require_query(), through)
 
@@ -313,16 +310,14 @@ def rollout_matrix(maps: GridMaps) -> Tensor:
     size = B * L**2 * call.dtype.itemsize
     require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])
 
-    def through(step: int, before: dict[int, Tensor]) -> Tensor:
+    def through(step: int, before: dict[int | None, Tensor]) -> Tensor:
         m = maps.at(step)
         streams = maps.streams(step, m)
         if m is None:
             return before[min(streams, default=step)]
         beta = m.matrix()
         sums = len(streams) + beta.sum(-1, keepdim=True)
-        if step in streams:
-            beta.diagonal(dim1=-2, dim2=-1).add_(1)
-        rho = sum_of([beta @ before[step], *(before[i] for i in streams - {step})])
+        rho = sum_of([beta @ before[None], *(before[i] for i in streams)])
         return _over(rho, sums) if maps.options.normalize_rows else rho
 
     start = torch.eye(L, dtype=call.dtype, device=call.output.device).expand(B, -1, -1)

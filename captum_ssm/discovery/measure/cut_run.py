@@ -37,6 +37,7 @@ from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.readers import readers
 from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers.call import MixerCall, without_caches
+from captum_ssm.operators import WeightsOperator
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import tensors_in
@@ -213,13 +214,18 @@ def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
         with ruled([root.edge.node], [leaf.edge.node]) as carries:
             is_read = carries[root.edge.node]
             is_right = is_right and (not is_read or _is_by_token(root, leaf))
-        if not is_read and not reading:
+        if _is_empty(cut) or not (is_read or reading):
             unread.add(cut)
         elif not is_right:
             mistaken.add(cut)
     if not mistaken:
-        run.scans = [cut for cut in run.scans if cut not in unread]
+        run.scans = [cut for cut in run.scans if cut not in unread] or run.scans
     return frozenset(cut.function for cut in mistaken)
+
+
+def _is_empty(cut: CutScan) -> bool:
+    # Whether a mask leaves none of a product's weights, as before the first whole block of tokens.
+    return isinstance(cut.scan.operator, WeightsOperator) and not cut.scan.operator.weights.any()
 
 
 def _is_by_token(root: Point, leaf: Point) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.errors import InputError
@@ -16,7 +17,8 @@ from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.rows import Asked, Question, RowSource
 from captum_ssm.explanation.make.run import Run
 from captum_ssm.explanation.make.trace import Trace, ends_of, trace, trace_rows
-from captum_ssm.explanation.parts import PART
+from captum_ssm.explanation.parts import PART, RELEVANCE, SWAPS, THROUGH
+from captum_ssm.interventions import swap_effects
 from captum_ssm.utils.integers import as_index
 
 THOUGHTS = ("<think>", "</think>")  # what chat templates write around them
@@ -32,14 +34,17 @@ class AskedAnswer:
         hops (int, optional): how often relevance is handed on. Default: None
         reasoning (tuple of str, optional): what thoughts begin and end with.
             Default: ``THOUGHTS``
+        through (str, optional): what says on which of its own words the model rests, as for
+            :func:`captum_ssm.trace`. Default: ``"relevance"``
     """
 
     span: str | tuple[int, int] | None = None
     hops: int | None = None
     reasoning: tuple[str, str] = THOUGHTS
+    through: str = RELEVANCE
 
     @classmethod
-    def of(cls, span: Any, hops: Any, reasoning: Any) -> AskedAnswer:
+    def of(cls, span: Any, hops: Any, reasoning: Any, through: Any = RELEVANCE) -> AskedAnswer:
         """The arguments, checked.
 
         Raises:
@@ -56,6 +61,13 @@ class AskedAnswer:
         count = None if hops is None else as_index(hops)
         if hops is not None and (count is None or count < 0):
             raise InputError(f"hops is {hops!r}; expected an integer from 0 on, or None.")
+        if through not in THROUGH:
+            raise InputError(f"through is {through!r}; expected one of {THROUGH}.")
+        if through != RELEVANCE and not count:
+            raise InputError(
+                f"through is {through!r}, which says how hops are found, and hops is {hops!r}; "
+                "expected hops=1 or more, or no through."
+            )
         marks = THOUGHTS if reasoning is None else reasoning
         is_pair = isinstance(marks, (tuple, list)) and len(marks) == 2
         if not is_pair or not all(isinstance(mark, str) for mark in marks) or not marks[1]:
@@ -64,7 +76,7 @@ class AskedAnswer:
                 "with (an empty text for the continuation's start) and what they end with, such as "
                 f"{THOUGHTS}."
             )
-        return cls(span, count, (marks[0], marks[1]))
+        return cls(span, count, (marks[0], marks[1]), through)
 
     @property
     def is_asked(self) -> bool:
@@ -136,12 +148,16 @@ class WholeAnswer:
         whole (TokenizedText): the text of L tokens.
         prompt (int): how many of them are the prompt's.
         part (tuple of int): the tokens ``(first, end)`` that are explained together.
+        run (Run): of the model.
+        ids (Tensor): the n tokens that the model reads, ``(1, n)``.
     """
 
     asked: AskedAnswer
     whole: TokenizedText
     prompt: int
     part: tuple[int, int]
+    run: Run
+    ids: Tensor
 
     @property
     def count(self) -> int:
@@ -160,30 +176,41 @@ class WholeAnswer:
         id = first * L + end - 1
         answer = Answer(text, id, likely, float(each.sum()), rank, row)
         hops = tuple(range(row + 1, row + self.count))
-        return Output(None, (answer,), 0, role=PART, part=self.part, hops=hops)
+        how = {"part": self.part, "hops": hops, "through": self.asked.through}
+        return Output(None, (answer,), 0, role=PART, **how)
+
+    @cached_property
+    def _words(self) -> Tensor:
+        # The tokens of the continuation, (T,).
+        return torch.tensor(self.whole.ids[self.prompt :], device=self.ids.device)
+
+    @cached_property
+    def _effects(self) -> Tensor | None:
+        # Effects of swaps, (T, T - 1), which are those of the model and the same for all methods.
+        if self.asked.through != SWAPS:
+            return None
+        words, count = self._words, self.part[1] - self.prompt
+        found = swap_effects(self.run.module, self.ids[:, : self.prompt], words[:count])
+        return nn.functional.pad(found, (0, len(words) - count) * 2)
 
     def rows(
-        self,
-        source: RowSource,
-        run: Run,
-        ids: Tensor,
-        what: str,
-        single: tuple[Tensor, Tensor | None] | None = None,
+        self, source: RowSource, what: str, single: tuple[Tensor, Tensor | None] | None = None
     ) -> Trace:
-        """A row per hop, ``(K + 1, n)`` of the n tokens ``ids (1, n)`` that the model reads.
+        """A row per hop, ``(K + 1, n)`` of the n tokens that the model reads.
 
         ``single`` are rows and deltas of each token of the continuation, where they are there.
         """
-        P, tokens = self.prompt, torch.tensor(self.whole.ids, device=ids.device)
+        P, words, effects = self.prompt, self._words, self._effects
         hops = self.asked.hops or 0
         span = self.part[0] - P, self.part[1] - P - 1
         method = getattr(source, "method", None)
         if isinstance(method, TokenAttribution) and (
             single is None or method.is_additive(**source.options)
         ):
-            return trace(method, ids[:, :P], tokens[P:], span=span, hops=hops, **source.options)
+            how = dict(source.options, through=self.asked.through if effects is None else effects)
+            return trace(method, self.ids[:, :P], words, span=span, hops=hops, **how)
         if single is None:
-            questions = [Question(P - 1 + k, int(token)) for k, token in enumerate(tokens[P:])]
-            (single,) = source.rows([Asked(run, ids, questions)], what)
+            questions = [Question(P - 1 + k, int(word)) for k, word in enumerate(words)]
+            (single,) = source.rows([Asked(self.run, self.ids, questions)], what)
         rows, deltas = single
-        return trace_rows(rows, P, deltas=deltas, span=span, hops=hops)
+        return trace_rows(rows, P, deltas=deltas, span=span, hops=hops, through=effects)

@@ -112,8 +112,17 @@ class Trial:
         return wanted in (None, self.kind, "series" if self.kind == "table" else None)
 
 
+# By the readings that there are and the shapes of the forms: which one the model takes.
+Known = dict[Any, tuple[int, Trial]]
+
+
 def given(
-    model: nn.Module, inputs: Any, processor: Any = None, mean: Any = None, std: Any = None
+    model: nn.Module,
+    inputs: Any,
+    processor: Any = None,
+    mean: Any = None,
+    std: Any = None,
+    known: Known | None = None,
 ) -> Given:
     """What inputs are for a model.
 
@@ -122,28 +131,31 @@ def given(
         inputs (Any): an array, a tensor, a pandas table, a picture or its path; or several.
         processor (Callable, optional): makes what the model takes of pictures.
         mean, std (sequence of float, optional): for pictures without a processor.
+        known (dict, optional): what was found of earlier inputs of this model, which is not tried
+            again for those of the same shape. Default: None
 
     Raises:
         InputError: where the model takes none of the readings; it has the model's own reason.
         TypeError: for what is neither of these.
     """
     mean, std = norms(processor, mean, std)
+    known = {} if known is None else known
     is_ready = torch.is_tensor(inputs) and inputs.is_floating_point()
     if processor is not None and not is_ready:
         inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
         forms, readings = processed(inputs, processor)
-        found = _of_pixels(_chosen(model, forms, readings), mean, std)
+        found = _of_pixels(_chosen(model, forms, readings, known), mean, std)
         names = tuple(map(file_name, inputs if isinstance(inputs, list) else [inputs]))
         return replace(found, names=names) if all(names) else found
     several = _several(inputs)
     if several is not None:
-        return _joined([given(model, one, None, mean, std) for one in several])
+        return _joined([given(model, one, None, mean, std, known) for one in several])
     if is_picture(inputs):
         name, forms = pictures(inputs)
-        found = _of_pixels(_chosen(model, forms, PICTURES), mean, std, is_raw=True)
+        found = _of_pixels(_chosen(model, forms, PICTURES, known), mean, std, is_raw=True)
         return replace(found, names=(name,)) if name else found
     array, columns = _array(inputs)
-    trial = _chosen(model, [array], FLOATS if columns is None else {2: COLUMNS})
+    trial = _chosen(model, [array], FLOATS if columns is None else {2: COLUMNS}, known)
     is_values = trial.kind in ("series", "table")
     return _of_values(trial, columns) if is_values else _of_pixels(trial, mean, std)
 
@@ -176,7 +188,10 @@ def arranged(values: Tensor, how: str) -> Tensor:
 
 
 def _chosen(
-    model: nn.Module, forms: Sequence[Tensor], readings: Mapping[int, Sequence[tuple[str, str]]]
+    model: nn.Module,
+    forms: Sequence[Tensor],
+    readings: Mapping[int, Sequence[tuple[str, str]]],
+    known: Known,
 ) -> Trial:
     # The model's reading of one of the forms of an input, such as a picture in color or gray.
     ways = [(form, *way) for form in forms for way in readings.get(form.dim(), ())]
@@ -188,10 +203,17 @@ def _chosen(
             "(T, F), a row of a table (F,), a video (C, T, H, W), or a batch of them. Other inputs "
             "are explained by the methods' own attribute."
         )
+    key = tuple(how for _, _, how in ways), tuple(form.shape for form in forms)
+    if key in known:
+        k, trial = known[key]
+        form, _, how = ways[k]
+        return replace(trial, batch=_batch(model, form, how).contiguous())
     trials = [_tried(model, kind, how, form) for form, kind, how in ways]
-    passed = [trial for trial in trials if trial.error is None]
+    passed = [k for k, trial in enumerate(trials) if trial.error is None]
     if passed:
-        return next((trial for trial in passed if trial.is_read_so), passed[0])
+        k = next((k for k in passed if trials[k].is_read_so), passed[0])
+        known[key] = k, trials[k]
+        return trials[k]
     near = [trial for trial in trials if trial.is_read_so] or trials
     told, closest = dict.fromkeys(f"{_a(t.kind)} {tuple(t.batch.shape)}" for t in near), near[0]
     reason = str(closest.error).strip().splitlines()[0].rstrip(".")[:200]
@@ -220,9 +242,7 @@ def _a(kind: str) -> str:
 
 
 def _tried(model: nn.Module, kind: str, how: str, values: Tensor) -> Trial:
-    batch = arranged(values, how)
-    weight = next(iter(model.parameters()))
-    batch = batch.to(weight.dtype if weight.is_floating_point() else torch.float32)
+    batch, weight = _batch(model, values, how), next(iter(model.parameters()))
     error: Exception | None = None
     with torch.no_grad(), _first_layer(model) as seen:
         try:
@@ -233,6 +253,12 @@ def _tried(model: nn.Module, kind: str, how: str, values: Tensor) -> Trial:
             error = raised
     first, received = seen[0] if seen else (next(_layers(model), None), None)
     return Trial(kind, how.split("->")[1], batch.contiguous(), error, first, received)
+
+
+def _batch(model: nn.Module, values: Tensor, how: str) -> Tensor:
+    weight = next(iter(model.parameters()))
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return arranged(values, how).to(dtype)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ def explain(
     span: str | tuple[int, int] | None = None,
     hops: int | None = None,
     reasoning: tuple[str, str] | None = None,
+    through: str = "relevance",
     position: int | Sequence[int] | Literal["all"] | None = None,
     units: str | Mapping[str, tuple[int, int]] = "token",
     alternatives: int = 1,
@@ -142,6 +143,10 @@ def explain(
             Default: None
         reasoning (tuple of str, optional): what the model's thoughts begin and end with; an empty
             text for the beginning of the continuation. Default: ``("<think>", "</think>")``
+        through (str, optional): what says on which of its own words the model rests, where hops
+            follow them: ``"relevance"``, or ``"swaps"``, which replaces each that depends on the
+            prompt by others that fit there, at about eight forward passes per word
+            (:func:`captum_ssm.interventions.swap_effects`). Default: ``"relevance"``
         position (int, sequence of int or str, optional): explains what is predicted at these
             tokens of the text, negative from the end, in place of its continuation: the target,
             of one token, or the model's own prediction there; of labels those of these tokens.
@@ -223,6 +228,7 @@ def explain(
         span=span,
         hops=hops,
         reasoning=reasoning,
+        through=through,
         position=position,
         units=units,
         alternatives=alternatives,

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from captum_ssm.capture import Readout
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.answers import AskedAnswer
-from captum_ssm.explanation.make.arrays import given
+from captum_ssm.explanation.make.arrays import Known, given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.generate import Generation, parse_generation
 from captum_ssm.explanation.make.images import image_questions
@@ -33,7 +34,7 @@ from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.series import series_questions
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.explanation.make.together import Outcome, answered
-from captum_ssm.explanation.parts import SPAN
+from captum_ssm.explanation.parts import RELEVANCE, SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import showing
@@ -90,6 +91,7 @@ class Explainer:
         span: Any = None,
         hops: Any = None,
         reasoning: Any = None,
+        through: Any = RELEVANCE,
         position: Any = None,
         units: Any = "token",
         alternatives: Any = 1,
@@ -109,14 +111,17 @@ class Explainer:
         model, tokenizer, _, processor = unpacked(model, tokenizer, None, processor)
         how = methods, alternatives, maps, layers, lens, memory_limit
         self.setup = parse_setup(model, *how, tokenizer, validate, circuit)
+        if labels is None and isinstance(model, Readout) and model.names:
+            labels = model.names
         self.processor, self.labels, self.features = processor, labels, features
         self.mean, self.std, self.title = mean, std, title
         self.max_new_tokens, self.generation = max_new_tokens, generation
         self.units, self.reasoning, self.show_progress = units, reasoning, show_progress
         self.asked = TextSetup(
-            tokenizer, position, parse_spans(units), AskedAnswer.of(span, hops, reasoning)
+            tokenizer, position, parse_spans(units), AskedAnswer.of(span, hops, reasoning, through)
         )
         self._task: Task | None = None
+        self._known: Known = {}
 
     def questions(
         self,
@@ -166,7 +171,7 @@ class Explainer:
             return self.asked, self.units
         units, answer = self.units if row.units is None else row.units, self.asked.answer
         if row.span is not None:
-            answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning)
+            answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning, answer.through)
         return replace(self.asked, spans=parse_spans(units), answer=answer), units
 
     def _tell(self, tokenizer: Any, is_all: bool, text: TokenizedText, is_one: bool) -> Task:
@@ -180,7 +185,7 @@ class Explainer:
     ) -> Sequence[Answerable]:
         own = None if is_tokenizer(tokenizer) else tokenizer
         processor = own if self.processor is None else self.processor
-        found = given(self.setup.model, arrays, processor, self.mean, self.std)
+        found = given(self.setup.model, arrays, processor, self.mean, self.std, self._known)
         found = found.named(self.features)
         if found.note:
             self.setup.note(found.note)
@@ -258,6 +263,7 @@ class Explainer:
             "span": asked.answer.span,
             "hops": asked.answer.hops,
             "reasoning": self.reasoning,
+            "through": asked.answer.through if asked.answer.hops else None,
             "alternatives": setup.alternatives,
             "maps": setup.maps,
             "layers": setup.layers,

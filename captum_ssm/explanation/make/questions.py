@@ -223,12 +223,12 @@ class Questions:
         """Rows of the single tokens, if any are asked about, and of the whole answer."""
         assert self.answer is not None
         if not self.questions:
-            found = self.answer.rows(method, self.run, inputs, name)
+            found = self.answer.rows(method, name)
             return found.relevance, found.delta if method.adds_up else None
         ((each, delta),) = method.rows([Asked(self.run, inputs, self.questions)], name)
         chosen = [out.answers[out.chosen].row for out in self.outputs if out.part is None]
         single = each[chosen], None if delta is None else delta[chosen]
-        found = self.answer.rows(method, self.run, inputs, name, single)
+        found = self.answer.rows(method, name, single)
         rows = torch.cat([each, found.relevance.to(each)])
         return rows, None if delta is None else torch.cat([delta, found.delta.to(delta)])
 

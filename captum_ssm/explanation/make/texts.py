@@ -105,7 +105,7 @@ class TextQuestion:
             _add(questions, self.tokenizer, texts, whole, logits, layers)
         if self.asked.is_asked:
             part = self.asked.part(whole.tokens, P, thoughts)
-            questions.add_answer(WholeAnswer(self.asked, whole, P, part), logits)
+            questions.add_answer(WholeAnswer(self.asked, whole, P, part, self.run, ids), logits)
         example = yield from explained_text(questions, ids, whole, P, self.spans)
         return replace(example, reasoning=thoughts)
 

@@ -33,11 +33,11 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.continuation import Continued
 from captum_ssm.explanation.make.rows import has_delta
 from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.parts import RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
 from captum_ssm.utils.integers import as_index
 
 SIGNS = ("net", "positive")
-WAYS = ("relevance", "swaps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def trace(
     hops: int | None = None,
     score: str = "logit",
     signs: str = "net",
-    through: str = "relevance",
+    through: str | Tensor = RELEVANCE,
     least: float = 0.02,
     internal_batch_size: int = 8,
     **options: Any,
@@ -130,11 +130,12 @@ def trace(
         signs (str, optional): ``"net"`` hands on relevance with its sign. ``"positive"`` drops what
             speaks against the answer in each hop, and scales the rest to the same sum.
             Default: ``"net"``
-        through (str, optional): what says on which of its own words the model rests.
-            ``"relevance"``, that of the method; or ``"swaps"``: how far the score falls as each of
-            them is replaced by what the model finds likeliest in its place otherwise, one forward
-            pass for each. With swaps, the rest of the score is shared among the prompt's tokens by
-            the positive part of relevance. Default: ``"relevance"``
+        through (str or Tensor, optional): what says on which of its own words the model rests.
+            ``"relevance"``, that of the method; or ``"swaps"``: how far the score falls as other
+            tokens that fit there take the place of each of them, by
+            :func:`~captum_ssm.interventions.swap_effects`; or such effects, ``(T, T - 1)``. With
+            swaps, the rest of the score is shared among the prompt's tokens by the positive part
+            of relevance. Default: ``"relevance"``
         least (float, optional): a share of hop 0's size. Default: 0.02
         internal_batch_size (int, optional): how many tokens are explained at a time, where rows of
             single tokens are needed. Default: 8
@@ -145,7 +146,7 @@ def trace(
 
     Raises:
         ValueError, TypeError: as for :func:`continuation_relevance`, and for an unknown score or
-            signs, or a share ``least`` that is not between 0 and 1.
+            signs, effects of another shape, or a share ``least`` that is not between 0 and 1.
 
     Examples::
 
@@ -154,16 +155,18 @@ def trace(
     """
     text = Continued.of(method, prompt, continuation, score, internal_batch_size, options)
     asked = _Asked.of(text.prompt, len(text.continuation), span, hops, signs, least)
-    if through not in WAYS:
-        raise ValueError(f"through is {through!r}; expected one of {WAYS}.")
+    effects = through if isinstance(through, Tensor) else None
+    if effects is None and through not in THROUGH:
+        raise ValueError(f"through is {through!r}; expected one of {THROUGH}, or effects of swaps.")
     # Later tokens cannot have made the model write the span.
     text = text.until(asked.last + 1)
-    source = _source(text)
-    if through == "swaps":
+    if effects is None and through == SWAPS:
         ids = text.ids[:, : text.prompt], text.continuation
-        effects = swap_effects(text.model, *ids, score=score, batch_size=text.step)
-        source = _Swapped(source, text.prompt, effects)
-    return _traced(asked, source)
+        effects = nn.functional.pad(
+            swap_effects(text.model, *ids, score=score, batch_size=text.step),
+            (0, asked.length - asked.last - 1) * 2,
+        )
+    return _traced(asked, _source(text), effects)
 
 
 def trace_rows(
@@ -175,6 +178,7 @@ def trace_rows(
     span: tuple[int, int] | None = None,
     hops: int | None = None,
     signs: str = "net",
+    through: Tensor | None = None,
     least: float = 0.02,
 ) -> Trace:
     """A trace made of the relevance of single tokens, of any method, Captum's too.
@@ -185,6 +189,8 @@ def trace_rows(
         scores (Tensor, optional): ``(T,)``, what each row is divided by where it is handed on;
             None for its own sum. Default: None
         deltas (Tensor, optional): ``(T,)``, of the rows. Default: None
+        through (Tensor, optional): effects of swaps, as for :func:`trace`; None for relevance.
+            Default: None
         span, hops, signs, least: as for :func:`trace`.
 
     Raises:
@@ -207,7 +213,7 @@ def trace_rows(
     count = asked.last + 1
     rows = rows.detach()[:count, : prompt + count - 1]
     sums = rows.sum(1) if scores is None else scores.detach()[:count].to(rows)
-    return _traced(asked, _Rows(rows, sums, None if deltas is None else deltas[:count]))
+    return _traced(asked, _Rows(rows, sums, None if deltas is None else deltas[:count]), through)
 
 
 @dataclass(frozen=True)
@@ -326,12 +332,14 @@ class _Swapped:
         return effects / whole.clamp(min=1e-30)[:, None]
 
     def row(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        row, _ = self.source.row(weights)
-        parts = (weights.to(self.sums) * self.sums).clamp(min=0).to(row)
+        row, delta = self.source.row(weights)
+        scores = (weights.to(self.sums) * self.sums).to(row)
+        parts = scores.clamp(min=0)
         own = parts @ self.shares.to(row)
         before = row[: self.prompt].clamp(min=0)
         before = before * ((parts.sum() - own.sum()) / before.sum().clamp(min=1e-30))
-        return torch.cat([before, own]), torch.full_like(row[0], torch.nan)
+        missing = (scores.sum() - before.sum() - own.sum()).to(delta)
+        return torch.cat([before, own]), torch.where(delta.isnan(), delta, missing)
 
 
 def _source(text: Continued) -> _Source:
@@ -341,8 +349,15 @@ def _source(text: Continued) -> _Source:
     return _Rows(rows, rows.sum(1), deltas)
 
 
-def _traced(asked: _Asked, source: _Source) -> Trace:
+def _traced(asked: _Asked, source: _Source, effects: Tensor | None) -> Trace:
     P, count = asked.prompt, asked.last + 1
+    if effects is not None:
+        if effects.shape != (asked.length, asked.length - 1):
+            raise InputError(
+                f"through has shape {tuple(effects.shape)}; expected the effects of {asked.length} "
+                f"words, ({asked.length}, {asked.length - 1}), as swap_effects returns them."
+            )
+        source = _Swapped(source, P, effects[:count, : count - 1])
     weights = torch.zeros(count)
     weights[asked.first :] = 1
     rows, kept, deltas = [], [], []

@@ -144,7 +144,7 @@ def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
         "lens": [[_answer(answer) for answer in layer] for layer in output.lens],
         **({} if output.part is None else {"part": list(output.part)}),
-        **({"hops": list(output.hops)} if output.hops else {}),
+        **({"hops": list(output.hops), "through": output.through} if output.hops else {}),
     }
 
 

@@ -47,14 +47,12 @@ def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor,
 def _rolled(maps: GridMaps) -> list[Tensor]:
     """The query's row of the product of I + A (no I without a residual): ``(B, L)`` per input."""
 
-    def through(step: int, w: Tensor) -> dict[int, Tensor]:
+    def through(step: int, w: Tensor) -> dict[int | None, Tensor]:
         m = maps.at(step)
         assert m is not None
         sums = m.row_sums()
-        weights = dict.fromkeys(maps.streams(step, m), w)
         # A row that reads nothing, of padding, has no sum to divide by.
         row = m.rmatvec(torch.where(sums > 0, w / sums, 0))
-        weights[step] = row + w if step in weights else row
-        return weights
+        return {None: row, **dict.fromkeys(maps.streams(step, m), w)}
 
     return maps.wiring.back(maps.frozen.require_query(), through)

@@ -10,11 +10,15 @@ from itertools import chain, count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.make.dataset.identity import hash_of_file, hash_of_rows
+from captum_ssm.explanation.make.pictures import ENDINGS
 
-FILES = (".jsonl", ".csv", ".parquet", ".txt")
+ARRAYS = (".npy", ".npz")
+FILES = (".jsonl", ".csv", ".parquet", ".txt", *ARRAYS)
 # Rows that are read at a time where all are looked at.
 _STEP = 1000
 # Arrow's types of scalars, by the names of those that a shard has for them.
@@ -117,6 +121,8 @@ def attempt(read: Callable[[Any], Any], given: Any) -> Any:
 
 
 def _of_file(path: Path) -> Source:
+    if path.is_dir():
+        return _of_folder(path)
     if path.suffix not in FILES:
         raise InputError(
             f"dataset is {str(path)!r}; expected the path of a file that ends in "
@@ -126,9 +132,57 @@ def _of_file(path: Path) -> Source:
         raise FileNotFoundError(f"dataset is {str(path)!r}, and there is no such file.")
     if path.suffix == ".parquet":
         return _of_parquet(path)
+    if path.suffix in ARRAYS:
+        return _of_arrays(path)
     open_at = _records if path.suffix == ".csv" else _lines
     reader = _Forward(lambda start: islice(open_at(path), start, None), _PARSE[path.suffix])
     return Source(path.suffix, reader.read, digest=lambda: hash_of_file(path))
+
+
+def _of_folder(path: Path) -> Source:
+    # Pictures, in the order of their names; the folder that one lies in may be its class.
+    files = sorted(one for one in path.rglob("*") if one.suffix.lower() in ENDINGS)
+    if not files:
+        raise InputError(
+            f"dataset is {str(path)!r}, a folder without pictures; expected files that end in "
+            f"{', '.join(ENDINGS)}. A folder of the package datasets: datasets.load_from_disk."
+        )
+    names = [one.relative_to(path) for one in files]
+    rows = [
+        {"image": str(one), "file": name.as_posix(), "label": name.parent.name or None}
+        for one, name in zip(files, names, strict=True)
+    ]
+
+    def digest() -> str:
+        return hash_of_rows([row["file"], hash_of_file(Path(row["image"]))] for row in rows)
+
+    schema = {"file": "string", "label": "string"}
+    return Source("a folder of pictures", _by_index(rows), len(rows), schema, digest)
+
+
+def _of_arrays(path: Path) -> Source:
+    # Each row of an array is what the model reads; several arrays are columns, by their names.
+    held = np.load(path, mmap_mode="r")
+    arrays = {"": held} if path.suffix == ".npy" else {name: held[name] for name in held.files}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    lengths = {shape[0] if shape else None for shape in shapes.values()}
+    if len(lengths) != 1 or None in lengths:
+        told = ", ".join(f"{name or 'one array'} {shape}" for name, shape in shapes.items())
+        raise InputError(
+            f"{str(path)!r} holds {told or 'no array'}; expected one row per example in each, "
+            "(N, ...)."
+        )
+
+    def row(i: int) -> Any:
+        values = {name: array[i] for name, array in arrays.items()}
+        values = {name: np.array(x) if x.ndim else x.item() for name, x in values.items()}
+        return values.get("", values)
+
+    def read(start: int, stop: int) -> list[Any]:
+        return [attempt(row, i) for i in range(start, min(stop, *lengths))]
+
+    schema = {} if path.suffix == ".npy" else None
+    return Source(path.suffix, read, *lengths, schema, lambda: hash_of_file(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -18,11 +18,11 @@ export class WholeAnswer {
     this.opening = opening ? writtenSpan(opening) : "";
     this.rowOf = new Map(); // the row that explains a generated token
     this.given = []; // spans that one row explains, with rows of their hops
-    for (const { position, role, part, hops = [], answers, chosen } of example.outputs) {
+    for (const { position, role, part, hops = [], through, answers, chosen } of example.outputs) {
       const { row } = answers[chosen];
       if (row === null) continue;
       if (role === "next" && position + 1 >= example.prompt) this.rowOf.set(position + 1, row);
-      if (part || hops.length) this.given.push({ span: part ?? [position + 1, position + 2], rows: [row, ...hops] });
+      if (part || hops.length) this.given.push({ span: part ?? [position + 1, position + 2], rows: [row, ...hops], bySwaps: through === "swaps" });
     }
     this.kept = new Map();
   }
@@ -134,7 +134,8 @@ class Trace {
     const start = this.#tokens(first, end);
     // Rows of hops that were computed are shown, as far as they are what is asked for; else single rows
     // are followed.
-    const isAsked = given?.rows.length > 1 && (hasOwn || !whole.canFollow([first, end]));
+    this.bySwaps = Boolean(given?.bySwaps);
+    const isAsked = given?.rows.length > 1 && (hasOwn || this.bySwaps || !whole.canFollow([first, end]));
     this.isGiven = Boolean(given) && (isAsked || start.size < end - first);
     this.hops = this.isGiven ? given.rows.map((row, hop) => this.#read(row, hop)) : [this.#step(start, false)];
     if (!this.isGiven || given.rows.length < 2) this.#follow();

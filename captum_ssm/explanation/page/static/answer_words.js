@@ -16,6 +16,10 @@ export function spanName(whole, [first, end]) {
 
 // The sentence, of a hop: contents for an element.
 export function restsOn(trace, hop, what) {
+  return [...shares(trace, hop, what), measured(trace)];
+}
+
+function shares(trace, hop, what) {
   const [prompt, ...others] = trace.shares(hop);
   const own = others.reduce((sum, { share }) => sum + share, 0);
   const parts = new Parts(trace, hop);
@@ -28,6 +32,13 @@ export function restsOn(trace, hop, what) {
   if (prompt.share < HARDLY) return [start, `All ${of} ${rests} ${words}`, parts.mostOf(others), ".", unfollowed(trace)];
   return [start, strong(prompt.share), ` ${of} ${rests} the prompt`, parts.most(prompt), "; ", strong(own),
     ` ${rests} ${words}`, parts.mostOf(others), ".", unfollowed(trace)];
+}
+
+// What says on which of its own words the model rests, where that is not relevance everywhere.
+function measured({ bySwaps, whole, hops }) {
+  if (bySwaps) return " What rests on its own words was measured by swapping them.";
+  const isOther = hops.length > 1 && whole.given.some((one) => one.bySwaps);
+  return isOther ? " Its own words are followed by relevance here: they were swapped for another part of the answer alone." : null;
 }
 
 function followed(prompt, own, parts, what) {

@@ -129,11 +129,12 @@ export class FlowPicture {
     const top = layout.y.get(graph.depth);
     const gap = ({ x, count, from }) => {
       const texts = graph.tokens.slice(from, from + min(count, 60)).map((text) => clipped(text)).join(" ");
-      const more = layout.gapWidth > 30 ? `${count} more` : layout.gapWidth >= 18 ? count : "";
+      // Steep names pass below the gap before them, where a number would be under their letters.
+      const more = layout.isSteep ? "" : layout.gapWidth > 30 ? `${count} more` : layout.gapWidth >= 18 ? count : "";
       const text = (y, content) => svg("text", { x, y: layout.bottom + y, "text-anchor": "middle" }, content);
       return svg("g", { class: "gap", "data-tip": `${count} not shown: ${texts}${count > 60 ? " …" : ""}` },
         svg("line", { x1: x, x2: x, y1: top, y2: layout.bottom }),
-        text(layout.isSteep ? 14 : 22, more ? "···" : "·"), text(layout.isSteep ? 27 : 36, more));
+        text(layout.isSteep ? 10 : 22, layout.gapWidth >= 18 ? "···" : "·"), text(36, more));
     };
     return [
       layout.bands.filter(({ jumps }) => jumps).map(({ y, height }) =>
@@ -225,7 +226,7 @@ export class FlowPicture {
     for (const { layer, value } of graph.reads) moved[layer] += abs(value);
     const most = max(1e-9, ...moved);
     const cell = (layout.bottom - layout.y.get(graph.depth)) / graph.depth;
-    const text = (y, content, kind) => svg("text", { x: width - 12, y, "text-anchor": "end", class: kind }, content);
+    const text = (y, content, kind, x = width - 12) => svg("text", { x, y, "text-anchor": "end", class: kind }, content);
     const band = ({ layer, end, y, height, drawn }) => {
       const middle = y + height / 2;
       const numbers = end - layer === 1 ? layer : `${layer}–${end - 1}`;
@@ -238,7 +239,7 @@ export class FlowPicture {
         graph.isDeep && !isQuiet && svg("path", { class: "lead", d: `M11 ${place}C22 ${place} 16 ${middle} ${isSlim ? 24 : 36} ${middle}` }),
       ];
     };
-    fill(this.gutter, text(27, isSlim ? "↑" : "answer ↑", "quiet"), !isSlim && text(layout.bottom + 28, "text", "quiet"),
+    fill(this.gutter, text(27, isSlim ? "layer" : "answer ↑", "quiet", isSlim ? width - 4 : undefined), !isSlim && text(layout.bottom + 28, "text", "quiet"),
       layout.bands.map(band),
       graph.isDeep && moved.map((sum, layer) => svg("rect", { width: 10, y: layout.bottom - (layer + 1) * cell + 0.5,
         height: max(1, cell - 1), fill: sum ? this.#color(1, 0.25 + (0.75 * sum) / most) : this.page.colors.sunken })));

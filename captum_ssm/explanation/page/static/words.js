@@ -9,7 +9,7 @@ export const WORDS = {
   picked: ["Explained", "Which part of the answer is explained: all of it, the reasoning, or what you pick in the text. The relevance of several tokens is the sum of theirs."],
   hops: ["Steps", "What the answer rests on directly, and then, step by step (hop by hop), what its own words rest on that carry it. Each step is shown by itself, on a scale of its own."],
   hop0: ["Directly", "What the picked words rest on: the prompt, and the model’s own words before them."],
-  hop: ["A step back", "The own words on which the step before rests, each by its share, are explained in turn: by the positive part of their relevance, divided by its sum. The number is the share of the explained relevance that comes this far."],
+  hop: ["A step back", "The own words on which the step before rests, each by its share, are explained in turn: by the positive part of their relevance, divided by its sum; or by how far the answer falls as they are swapped. The number is the share of the explained relevance that comes this far."],
   allHops: ["All steps", "What is left once own words are followed back: what the answer rests on in the prompt, through whichever words."],
   method: ["Method", "How relevance was computed. Methods differ in what they count, so compare their patterns, not their values."],
   view: ["View", "One method; all methods next to each other, each on a scale of its own; or two outputs on a common scale."],

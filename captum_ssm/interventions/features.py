@@ -1,0 +1,85 @@
+"""Features of the residual stream, removed from a run or made larger in it: knockout, steering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.flow.features import check_decoder
+from captum_ssm.capture import Readout
+from captum_ssm.capture.readout import stream_of
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.interventions.selection import Tokens, mask_of
+from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.nested import with_first
+from captum_ssm.utils.watch_modules import watch_modules
+
+
+@contextmanager
+def scaled_features(
+    readout: Readout,
+    features: int | str | Sequence[int | str],
+    scale: float = 0.0,
+    *,
+    tokens: Tokens = None,
+) -> Iterator[None]:
+    r"""Run the readout's model, inside the block, with some features removed, or made larger.
+
+    What the layer returns at token t changes by :math:`(s - 1) \sum_f z_{tf} d_f`, with
+    :math:`z_{tf}` the value of feature f there and :math:`d_f` its row of the decoder. All else of
+    the stream stays, the error of an SAE too. Gradients do not go through the values.
+
+    Args:
+        readout (Readout): with a decoder. The block runs its model, or methods and readouts of it.
+        features (int, str or sequence): which features, by number or name.
+        scale (float, optional): the factor s; 0 removes them. Default: 0.0
+        tokens (int, slice, sequence or Tensor, optional): at which tokens, as ``sources`` of
+            :func:`~captum_ssm.interventions.knockout`. Default: None, all
+
+    Raises:
+        TypeError, ValueError: for a readout without a decoder, or a feature that it does not have.
+        UnsupportedModelError: on leaving, where the block did not run the layer.
+
+    Examples::
+
+        >>> atoms = torch.eye(16)[:3]
+        >>> readout = captum_ssm.Readout(model, "backbone.layers.0", atoms, decoder=atoms)
+        >>> with captum_ssm.interventions.scaled_features(readout, 1):
+        ...     logits = model(input_ids).logits
+    """
+    decoder = check_decoder(readout)
+    chosen = _numbers(readout, features, len(decoder))
+    reached = False
+
+    def change(module: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        nonlocal reached
+        reached = True
+        stream = stream_of("output", args, kwargs, result)
+        read = stream_of(readout.side, args, kwargs, result)
+        at = mask_of("tokens", tokens, (stream.shape[0], stream.shape[1]), stream.device)
+        with torch.no_grad():
+            values = readout.encode(read)[..., chosen] * at[..., None]
+            written: Tensor = values.float() @ decoder[chosen].to(values.device).float()
+        return with_first(result, stream + ((scale - 1) * written).to(stream.dtype))
+
+    with watch_modules([readout.module], after=change):
+        yield
+    if not reached:
+        raise UnsupportedModelError(
+            f"the block did not run {readout.layer}, so nothing was changed there; expected it to "
+            "run the readout's model, uncompiled, in this thread."
+        )
+
+
+def _numbers(readout: Readout, features: Any, count: int) -> list[int]:
+    given = [features] if isinstance(features, (int, str)) else list(features)
+    numbers = [readout.index(one) if isinstance(one, str) else int(one) for one in given]
+    outside = [one for one in numbers if not -count <= one < count]
+    if outside or not numbers:
+        raise ValueError(
+            f"features is {features!r}; expected at least one of 0 .. {count - 1}, or names."
+        )
+    return [one % count for one in numbers]

@@ -1,0 +1,165 @@
+"""What is added once more past mixers, at its own tokens: against products written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build
+from methods import assert_close
+from models import ids
+from test_output import E, L, after, rollout, tokens, with_forward
+
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    supported,
+)
+from captum_ssm.capture import Request, freeze
+from captum_ssm.wiring.wiring import INPUT
+
+PLACES = [(0, 2), (0, 3), (1, 3)]
+
+
+def once_more(g, source, place, change=lambda m, h: h):
+    """The state after so many mixers is added once more, g times, after others."""
+
+    def forward(m, x):
+        states, h = [x], x
+        for i, mixer in enumerate((m.a, m.b, m.c, None)):
+            if i == place:
+                h = h + g * change(m, states[source])
+            h = h if mixer is None else h + mixer(h)
+            states.append(h)
+        return m.head(h[:, -1])
+
+    return with_forward(forward)
+
+
+@torch.no_grad()
+def product(model, x, g, source, place):
+    """The row of the last token, of what is added as of a residual stream that counts g."""
+    states = [(x, torch.eye(L, dtype=x.dtype)[None])]
+    for i, mixer in enumerate((model.a, model.b, model.c, None)):
+        h, rows = states[-1]
+        if i == place:
+            other, its_rows = states[source]
+            h, rows = h + g * other, (rows + g * its_rows) / (1 + g)
+        states.append((h, rows) if mixer is None else after(mixer, h, rows))
+    return states[-1][1][0, -1]
+
+
+@pytest.mark.parametrize("g", [0, 1, 5, 500])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_the_rollout_counts_it_as_much_as_it_adds(place, g):
+    model, x = once_more(g, *place), tokens()
+    expected = product(model, x, g, *place)
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+    assert_close(MambaRollout(model).rollout(x)[0, -1], expected, 1e-9)
+
+
+def test_a_layer_on_the_way_is_measured():
+    # A layer of one's own with singular values of three.
+    model, x = once_more(2, 0, 3, change=lambda m, h: m.linear(h)), tokens()
+    weight = torch.linalg.qr(torch.randn(E, E, dtype=x.dtype))[0]
+    with torch.no_grad():
+        model.linear.weight.copy_(3 * weight)
+    states = rollout(model, x, model.a, model.b, model.c)
+    expected = (states[3][1] + 6 * states[0][1])[0, -1] / 7
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+
+
+def test_a_projected_series_is_counted_in_the_units_of_the_tokens():
+    def forward(m, x):
+        start = m.linear(x)
+        h = m.towards(start)
+        return m.head((h + m.c(h) + 5 * start)[:, -1])
+
+    model, x = with_forward(forward), tokens()
+    with torch.no_grad():
+        model.linear.weight.mul_(4)
+        h = model.linear(x)
+    states = rollout(model, h, model.a, model.b, model.c)
+    expected = (states[3][1] + 5 * states[0][1])[0, -1] / 6
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+
+
+def test_ways_from_two_places():
+    def forward(m, x):
+        first = x + m.a(x)
+        h = first + m.b(first)
+        return m.head((h + m.c(h) + 2 * first + 3 * x)[:, -1])
+
+    model, x = with_forward(forward), tokens()
+    states = rollout(model, x, model.a, model.b, model.c)
+    expected = (states[3][1] + 2 * states[1][1] + 3 * states[0][1])[0, -1] / 6
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+
+
+def test_turned_tokens_before_a_turned_mixer():
+    # What the mixer is given is turned around as a whole: its order is not the model's.
+    def forward(m, x):
+        h = m.towards(x)
+        h = h + 2 * x.roll(3, 1)
+        return m.head((h + m.c(h.flip(1)).flip(1))[:, -1])
+
+    model, x = with_forward(forward), tokens()
+    h, rows = rollout(model, x, model.a, model.b)[-1]
+    with torch.no_grad():
+        h, rows = h + 2 * x.roll(3, 1), (rows + 2 * torch.eye(L, dtype=x.dtype).roll(3, 0)) / 3
+        _, through = after(model.c, h.flip(1), rows.flip(1))
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], through.flip(1)[0, -1], 1e-9)
+
+
+def test_a_gate_of_the_input_is_a_coefficient():
+    model = with_forward(lambda m, x: m.head((m.towards(x) * torch.sigmoid(m.linear(x)))[:, -1]))
+    x = tokens()
+    expected = rollout(model, x, model.a, model.b)[-1][1][0, -1]
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+
+
+@pytest.mark.parametrize("aggregation", ["hidden", "rollout", "attribution"])
+def test_every_rollout_follows_it(aggregation):
+    method, options = MambaAttribution, {}
+    if aggregation != "hidden":
+        method, options = UnifiedImplicitAttention, {"aggregation": aggregation}
+    x, found = tokens(), []
+    for g in (0, 4):
+        found.append(method(once_more(g, 0, 3)).attribute(x, 1, **options).sum(-1)[0])
+    plain, both = found
+    assert_close(both, (plain + 4 * torch.eye(L)[-1]) / 5, 1e-9)
+
+
+@pytest.mark.parametrize("method", [MambaLRP, LaTIM])
+def test_what_is_added_to_the_score_stays_with_its_token(method):
+    x, found = tokens(), []
+    for g in (0, 5):
+        model = once_more(g, 0, 3)
+        found.append(method(model).attribute(x, target=1)[0])
+    plain, both = found
+    added = torch.zeros(L, dtype=x.dtype)
+    added[-1] = 5 * model.head.weight[1].detach() @ x[0, -1]
+    assert_close((both - plain).sum(-1), added, 1e-9)
+
+
+@pytest.mark.parametrize("family", ["zamba", "zamba2"])
+def test_zambas_attention_reads_the_embeddings_too(family):
+    wiring = freeze(Request.of(build(family), None, ids(1, 9))).wiring
+    aside = [step for step in wiring.steps if step.is_aside]
+    assert [[earlier for earlier, _ in step.reads] for step in aside] == [[3, INPUT]]
+    (_, own), (_, past) = aside[0].reads
+    assert_close(own.share + past.share, torch.ones(1, 9).double(), 1e-9)
+    assert 0.4 < float(past.share.min()) <= float(past.share.max()) < 0.6
+    assert wiring.is_chain  # its residual stream is that of the other layers
+
+
+def test_the_share_is_said():
+    model, x = once_more(5, 0, 3), tokens()
+    found = supported(model, x)
+    assert abs(found.held - 1 / 6) < 1e-6
+    assert "83% goes past, from the input" in found.between
+    with pytest.warns(UserWarning, match="83% goes past"):
+        RawAttention(model).attribute(x)
