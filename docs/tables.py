@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import truth_tables
+
 from captum_ssm.attr import methods
 
 DOCS = Path(__file__).resolve().parent
@@ -89,13 +91,22 @@ REMOVED = {
 
 def pages() -> dict[Path, str]:
     """The pages of this folder that hold tables, with the tables as they should be."""
-    command_line = DOCS / "how_to" / "command_line.md"
-    before, _, after = command_line.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = after.partition(END)
-    return {
-        command_line: f"{before}{BEGIN}\n\n{_methods()}\n\n{END}{after}",
-        DOCS / "measured.md": _measured(),
+    inside = {
+        DOCS / "how_to" / "command_line.md": _methods(),
+        DOCS / "choosing.md": truth_tables.numbered_findings(),
     }
+    return {path: _with_table(path, table) for path, table in inside.items()} | {
+        DOCS / "measured.md": _measured(),
+        DOCS / "truth.md": truth_tables.page(),
+        DOCS / "checkpoints.md": truth_tables.checkpoints(),
+    }
+
+
+def _with_table(path: Path, table: str) -> str:
+    # The page as it is, with the table between its marks.
+    before, _, after = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = after.partition(END)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def _measured() -> str:

@@ -5,9 +5,9 @@ An entrant is one function from a model, inputs and targets to the strength of e
     def ranking(model, inputs, target):
         return {layer: strength}  # (B, L, L): what token i of it reads from token j
 
-or what :meth:`captum_ssm.attr.RelevanceFlow.edges` returns. Edges are ranked by magnitude. A removed
-edge carries what it does in the run on the input with another cause, where another answer is
-right: an interchange ablation.
+or what :meth:`captum_ssm.attr.RelevanceFlow.edges` returns. Edges are ranked by magnitude. A
+removed edge carries what it does in the run on the input with another cause, where another answer
+is right: an interchange ablation.
 
 =============== ================================================================= ===============
 measure         area over log k of                                                a perfect

@@ -128,6 +128,7 @@ def _methods() -> dict[str, Method]:
         "MambaLRP": ours(c.MambaLRP),
         "LaTIM": ours(c.LaTIM),
         "LaTIM, silu (paper)": ours(c.LaTIM, activation="silu"),
+        "LaTIM, flow_logit": ours(c.LaTIM, aggregation="flow_logit"),
         "LaTIM, alti, last layer": ours(c.LaTIM, aggregation="alti", layer=-1),
         "LaTIM, l2, last layer": ours(c.LaTIM, aggregation="l2", layer=-1),
         "UnifiedImplicitAttention": ours(unified),
@@ -170,7 +171,8 @@ def from_file(place: str) -> tuple[str, Any]:
     if not path or not Path(path).is_file():
         raise ValueError(f"--method is {place!r}; expected path/to/file.py:function.")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)

@@ -60,7 +60,9 @@ def _asked(
     # Questions at the last token; `given` is the token that makes `other` right.
     marks = torch.zeros_like(ids, dtype=torch.bool)
     redrawn = [
-        torch.stack([renamed(*row, generator) for row in zip(ids, [groups] * len(ids), fixed)])
+        torch.stack(
+            [renamed(row, groups, own, generator) for row, own in zip(ids, fixed, strict=True)]
+        )
         for _ in range(REDRAWS)
     ]
     return Examples(
