@@ -6,7 +6,7 @@
     python -m benchmarks.truth --quick --ranking mine.py:edges  # of edges, for the circuits
 
 The record is written after each task, and a run goes on where the last one stopped. ``--tasks`` and
-``--methods`` choose by a part of the name.
+``--methods`` choose by a name, or by a part of names.
 """
 
 from __future__ import annotations
@@ -121,10 +121,7 @@ def measure(args: argparse.Namespace, record: dict[str, Any], plan: Plan, path: 
     for track, (entrants, scored) in tracks.items():
         if args.track not in ("both", track):
             continue
-        for task in tasks():
-            is_chosen = not args.tasks or any(part in task.name for part in args.tasks)
-            if not is_chosen or (args.quick and not args.tasks and task.name not in QUICK_TASKS):
-                continue
+        for task in _chosen_tasks(args):
             if track == "circuits" and not task.has_circuits():
                 continue
             old = known(record, track, task.name) or {"scores": {}, "refused": {}}
@@ -139,6 +136,19 @@ def measure(args: argparse.Namespace, record: dict[str, Any], plan: Plan, path: 
                 merged(record, track, found)
                 save(record, path)
                 print(f"{task.name}: {time.process_time() - start:.0f} s", flush=True)
+
+
+def _chosen_tasks(args: argparse.Namespace) -> list[Task]:
+    # A whole name is that task; anything else is a part of names.
+    found = tasks()
+    names = {task.name for task in found}
+    if not args.tasks:
+        return [t for t in found if t.name in QUICK_TASKS] if args.quick else found
+    return [
+        task
+        for task in found
+        if any(part == task.name if part in names else part in task.name for part in args.tasks)
+    ]
 
 
 def _chosen(
