@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from captum_ssm.attr.base import TokenAttribution, delta
@@ -36,6 +38,9 @@ from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.captum_api import format_output
 from captum_ssm.utils.memory import limited_graph, memory_limit
 from captum_ssm.wiring.ledger import structure
+
+# A part of what a graph is made of, as its structure lists it.
+_SEVERAL = ("examples", "several")
 
 
 class StateRelevance(NamedTuple):
@@ -210,7 +215,8 @@ class MambaLRP(TokenAttribution):
         model, is_new = request.module, not is_settled(request.module)
         run = partial(self._ruled, request, arguments, stand_ins)
         rules, frozen = run(wiring=is_new)
-        made_of = structure([frozen.require_score().grad_fn])
+        several = frozenset({_SEVERAL} if request.batch > 1 else ())
+        made_of = structure([frozen.require_score().grad_fn]) | several
         if not is_new and not is_settled(model, made_of):
             # Its graph is made of something that was not there before.
             search_anew(model)
@@ -221,6 +227,9 @@ class MambaLRP(TokenAttribution):
         # What a method of maps has looked at already is known.
         if not is_settled(model, made_of) and not (is_new and known_of(model).honest):
             look_for_hidden(request)
+        if several and not is_settled(model, made_of):
+            known = known_of(model)
+            known.mixes_examples |= mixes_examples(frozen.require_score(), rules.starts())
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen
 
@@ -254,6 +263,20 @@ class MambaLRP(TokenAttribution):
         unknown = frozen.wiring.refused or frozen.wiring.unknown or None
         warn_of_unknown(frozen.request.module, unknown)
         warn_of_hidden(frozen.request.module)
+        if known_of(frozen.request.module).mixes_examples and frozen.request.batch > 1:
+            warnings.warn(
+                "the score of one example depends on others of the batch (as by a batch norm in "
+                "training mode), so relevance of each holds what it adds to the scores of the "
+                "others too. Explain one example at a time.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def mixes_examples(score: Tensor, starts: Sequence[Tensor]) -> bool:
+    """Whether the first of some scores ``(B,)`` depends on the inputs of other examples."""
+    found = torch.autograd.grad(score[0], starts, retain_graph=True, allow_unused=True)
+    return any(bool(one[1:].any()) for one in found if one is not None)
 
 
 def of_states(of_pasts: Mapping[str, Past]) -> dict[str, StateRelevance]:

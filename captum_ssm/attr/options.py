@@ -80,7 +80,7 @@ class Option:
     Examples::
 
         >>> LaTIM.options()["aggregation"].values
-        ('alti_logit', 'alti', 'l1', 'l2')
+        ('alti_logit', 'flow_logit', 'alti', 'l1', 'l2')
     """
 
     name: str

@@ -31,6 +31,7 @@ from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import reloaded_in_backward
 from captum_ssm.utils.plain_graph import plain_graph
+from captum_ssm.utils.retry import retry_with_copies
 from captum_ssm.utils.watch_modules import watch_modules
 from captum_ssm.wiring.mixing_test import halves
 
@@ -112,7 +113,8 @@ def _found(request: Request) -> str | None:
                 reloaded_in_backward(copies.root),
                 torch.inference_mode(False),
             ):
-                return _hidden(of_copies)
+                # A model may write into what its own backward pass needs.
+                return retry_with_copies(lambda: _hidden(of_copies))
         except Exception:  # a model, or an argument, that cannot be shortened
             if one is request:
                 raise

@@ -237,7 +237,8 @@ def _encoder(directions: Any, bias: Tensor | None, device: torch.device) -> nn.M
                 f"directions have shape {tuple(directions.shape)} and bias "
                 f"{None if bias is None else tuple(bias.shape)}; expected (F, E) and (F,)."
             )
-        layer = nn.Linear(*matrix.shape[::-1], bias=bias is not None, device="meta")
+        features, width = matrix.shape
+        layer = nn.Linear(width, features, bias=bias is not None, device="meta")
         layer.weight = nn.Parameter(matrix, requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().to(matrix), requires_grad=False)

@@ -45,6 +45,11 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
             score = target.read(_of_tokens(recording, logits), counted_tokens(recording))
         else:
             score = _score(recording, logits, usable(target), position)
+    if score.is_complex():
+        raise TargetError(
+            f"the explained score is complex ({score.dtype}); expected a real number. Let "
+            "forward_func return one, such as the absolute value or the real part."
+        )
     if not bool(torch.isfinite(score).all()):
         raise InputError(
             f"the explained score is {score.tolist()}: look for NaN or Inf in the weights after "
@@ -284,6 +289,12 @@ def _of_tokens(recording: Recording, logits: Tensor) -> Tensor:
 def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
     # The logits (B, V) of the token that is asked for.
     B, L = recording.shape[0], counted_tokens(recording)
+    if len(logits) != B:
+        raise TargetError(
+            f"the model returns logits of shape {tuple(logits.shape)} for {B} examples; expected "
+            "those of each example. Explain one example at a time, or let forward_func return a "
+            "score of its own."
+        )
     row = _asked(recording, position).argmax(1).to(logits.device) - (L - logits.shape[1])
     if bool((row < 0).any()):
         raise InputError(

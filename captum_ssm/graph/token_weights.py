@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.fast_products import WithoutZeroKernels
 from captum_ssm.graph.points import Point, closed
 from captum_ssm.graph.readers import decoded, readers
@@ -292,11 +293,21 @@ def pushed(way: TokenWeights, *directions: Tensor) -> list[Tensor]:
             back = pull(dual, create_graph=True)
         if back is None:
             return [root.flat(torch.zeros_like(dual)) for _ in directions]
-        with WithoutZeroKernels():
-            return [
-                root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
-                for one in directions
-            ]
+        try:
+            with WithoutZeroKernels():
+                return [
+                    root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
+                    for one in directions
+                ]
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                f"a function outside of the mixers cannot be differentiated twice ({error}), so it "
+                "is not known how strongly tokens read one another there; expected functions with "
+                "second derivatives, as torch.clamp(x / 6 + 0.5, 0, 1) for a hard sigmoid. Or use "
+                "MambaLRP, which needs first derivatives only."
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _row_scores(scores: Tensor, truth: Tensor, keep: Tensor) -> Tensor:
     precision = hits / (hits + through).clamp(min=1)
     auc = 1 - (right * (before + through) / 2).sum(-1) / (marked * others)
     ap = (right * precision).sum(-1) / marked
-    recall = (right & (place < marked[:, None])).sum(-1) / marked
+    recall = (right & (place < marked[:, None])).sum(-1).double() / marked
     return torch.stack([auc, ap, recall], -1)
 
 

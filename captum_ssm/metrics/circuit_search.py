@@ -150,7 +150,7 @@ def shared_top(edges: RelevanceEdges, k: int) -> list[Edge]:
     """The k edges of the largest mean size over all examples, with their mean relevance."""
     if len(edges.score) == 1:
         return edges.top(k)
-    found: list[Edge] = []
+    found: list[tuple[float, Edge]] = []
     for name, layer in edges.items():
         B, L = layer.out.shape
         step = max(1, tile_entries(1 << 24) // (B * L))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,20 +36,20 @@ def entries(
         >>> some = entries(operator, *torch.tensor([[0, 1], [4, 2], [1, 2]]))
         >>> torch.testing.assert_close(some[0], operator.matrix()[0, :, 4, 1])
     """
-    of: Callable[..., Tensor]
+    at: Callable[[Tensor, Tensor, Tensor], Tensor]
     if isinstance(operator, DiagonalOperator):
         if operator.conv is not None or operator.columns is not None:
             return None
-        of, size = _diagonal, operator.A.numel()
+        at, size = partial(_diagonal, operator), operator.A.numel()
     elif isinstance(operator, LinearAttentionOperator):
         if operator.erase is not None or operator.bonus is not None:
             return None
-        of, size = _linear_attention, operator.query[0, 0].numel()
+        at, size = partial(_linear_attention, operator), operator.query[0, 0].numel()
     else:
         return None
     step = max(1, tile_entries(1 << 24) // size)
     parts = zip(example.split(step), target.split(step), source.split(step), strict=True)
-    return torch.cat([of(operator, *part) for part in parts])
+    return torch.cat([at(*part) for part in parts])
 
 
 def _between(x: Tensor, example: Tensor, target: Tensor, source: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -225,7 +226,7 @@ class TokenMaps:
             return
         if is_aside:
             self.aside.add(i)
-        whole = 1 + sum(strength for _, strength in found)
+        whole = 1 + reduce(torch.add, [strength for _, strength in found])
         self.read_again[i] = tuple(
             (step, link.of(strength / whole)) for reads, strength in found for step, link in reads
         )

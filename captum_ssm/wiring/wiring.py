@@ -274,8 +274,8 @@ class Wiring:
         """
         at: dict[int, list[Tensor]] = {}
         before: dict[int, list[Tensor]] = {}
-        for (step, _), w in zip(self.output, at_output, strict=True):
-            at.setdefault(step, []).append(w)
+        for (last, _), w in zip(self.output, at_output, strict=True):
+            at.setdefault(last, []).append(w)
         for i in progress(range(len(self.steps) - 1, -1, -1), "layers"):
             step, given = self.steps[i], list[Tensor]()
             if i in at:

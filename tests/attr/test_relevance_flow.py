@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vision_models import images, small
 
 import captum_ssm
 from captum_ssm import MambaLRP, RelevanceFlow, TargetError
-from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun
+from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun, ScaledStandIns
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
 
@@ -163,9 +164,8 @@ def test_gradient_edges_are_the_slope_of_removing_them(family):
     edges = RelevanceFlow(model).edges(tokens, 5, against=None, rule="gradient")
 
     def score(scale: float) -> Tensor:
-        flow = RelevanceFlow(model, check=False)
-        arguments = Arguments(tokens, 5)
-        return flow._asked(arguments, "hidden", "gradient", scale=scale).score
+        flow = RelevanceFlow(model).in_changed_run(partial(ScaledStandIns, factor=scale))
+        return flow.edges(tokens, 5, against=None, rule="gradient").score
 
     slope = (score(1.02) - score(0.98)) / 0.04
     torch.testing.assert_close(edges.matrix().sum((1, 2, 3)), slope, rtol=2e-3, atol=2e-4)

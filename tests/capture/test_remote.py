@@ -35,7 +35,7 @@ def checkpoint(request, tokenizer, tmp_path_factory):
 @pytest.fixture(scope="module")
 def process():
     """A process that holds the models and lacks this package."""
-    command = [sys.executable, TESTS / "nnsight_server.py"]
+    command = [sys.executable, TESTS / "capture" / "nnsight_server.py"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         yield running
         running.stdin.close()

@@ -109,10 +109,14 @@ def test_a_position_and_options(arguments, folder, capsys):
     assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
 
 
-def test_the_default_is_the_method_that_does_best(capsys):
+def test_no_method_does_better_than_the_default(capsys):
     rows = json.loads((ROOT / "benchmarks/copying/results/copying-mamba.json").read_text())
-    best = max(rows["methods"], key=lambda name: rows["methods"][name]["hit"])
-    assert methods()[DEFAULT_METHOD].__name__ == best
+    hits = {name: row["hit"] for name, row in rows["methods"].items()}
+    found, best = hits[methods()[DEFAULT_METHOD].__name__], max(hits.values())
+    # LaTIM along the target's edges is level with it, but slower: two errors of that share.
+    error = 2 * (best * (1 - best) / (rows["examples"] * rows["length"])) ** 0.5
+    assert found > best - error
+    assert sum(hit > best - error for hit in hits.values()) == 3
     assert explain("--ids", READ) == 0
     assert explain("--ids", READ, "--methods", DEFAULT_METHOD) == 0
     said = capsys.readouterr().out
@@ -140,7 +144,7 @@ EARLY = {
     ),
     "--ids 3,4 --sign clamp": "expected mamba-attribution, raw-attention, rollout or unified",
     "--ids 3,4 --methods latim --aggregation mean": (
-        "--aggregation is 'mean'; expected alti_logit, alti, l1, l2 or a number"
+        "--aggregation is 'mean'; expected alti_logit, flow_logit, alti, l1, l2 or a number"
     ),
     "--ids 3,4 --methods unified --aggregation l1": (
         "--aggregation is 'l1'; expected raw, rollout or attribution"

@@ -115,6 +115,30 @@ def test_a_matrix_of_zeros_is_one_too():
     assert MambaLRP(model).attribute(x, target=(4, 1))[0, 4].any()
 
 
+class OfBlocks(InLine):
+    """Attention, and one to means of the whole blocks before a token, for one example at a time."""
+
+    def forward(self, x):
+        q, k, v = (self.apart(layer(x)) for layer in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y + torch.cat([self.of_blocks(*one) for one in zip(q, k, v, strict=True)])
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def of_blocks(self, q, k, v, size=4):
+        blocks = range(0, q.shape[1], size)
+        k, v = (torch.stack([y[:, i : i + size].mean(1) for i in blocks], 1) for y in (k, v))
+        is_whole = torch.arange(q.shape[1])[:, None] >= torch.tensor(blocks) + size - 1
+        scores = torch.einsum("hnp,hmp->hnm", q, k).masked_fill(~is_whole, -torch.inf)
+        return torch.einsum("hnm,hmp->hnp", scores.softmax(-1).nan_to_num(0), v)[None]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_product_without_weights_adds_nothing_to_others(batch):
+    # As many blocks as tokens, and none of them whole.
+    mixer = measured(OfBlocks(), torch.randn(batch, 1, 12))
+    assert mixer.operator("unified").matrix().shape[0] == batch
+
+
 @pytest.mark.parametrize("length", [4, 12, 63, 65])
 @pytest.mark.parametrize("written", WRITTEN)
 def test_the_product_may_be_written_in_any_way(written, length):

@@ -1,7 +1,7 @@
 """The widget in a real JupyterLab: its keys are not the notebook's, and it follows the theme.
 
-It needs a ``jupyter-lab`` on the path, of any environment that also has anywidget:
-``pip install jupyterlab anywidget``.
+It needs a ``jupyter-lab`` on the path, of any environment (``pip install jupyterlab``): anywidget's
+own part of it is this environment's.
 """
 
 import json
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -53,10 +54,11 @@ def lab(tmp_path):
     places = {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
     places |= {"JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings")}
     places |= {"JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces")}
+    extensions = os.pathsep.join([str(tmp_path), str(Path(sys.prefix) / "share" / "jupyter")])
     server = subprocess.Popen(
         [LAB, "--no-browser", "--allow-root", f"--port={port}", "--IdentityProvider.token=t"],
         cwd=tmp_path / "work",
-        env=os.environ | places | {"JUPYTER_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env=os.environ | places | {"JUPYTER_PATH": extensions, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -13,7 +13,9 @@ from scipy import stats
 
 from captum_ssm import examples, explain, explain_dataset
 from captum_ssm.cli import main
-from captum_ssm.explanation import Explanation, summarize
+from captum_ssm.explanation import Explanation, Slice, summarize
+from captum_ssm.explanation.corpus import page_data
+from captum_ssm.explanation.corpus.page_data import report_data
 from captum_ssm.explanation.corpus.readings import place
 from captum_ssm.utils.intervals import moderated_halves
 
@@ -77,6 +79,23 @@ def test_tenths_keep_all_relevance_and_distances_count_from_the_answer(small):
 
 def test_bins_of_places_double():
     assert [place(k) for k in (0, 15, 16, 31, 32, 100, -5, -40)] == [0, 15, 16, 16, 32, 64, -5, -32]
+
+
+def test_the_page_says_what_it_leaves_out(small, monkeypatch):
+    report = summarize(small)
+    assert not any("evenly spaced" in note for note in report_data(report)["notes"])
+    monkeypatch.setattr(page_data, "MOST_LISTED", 2)
+    monkeypatch.setattr(page_data, "MOST_TEXTS", 1)
+    data = report_data(report)
+    listed, told = data["listed"]["index"], " ".join(data["notes"])
+    assert {0, 2, *data["rows"]} == {*listed}
+    assert f"have {len(listed)} of 4, evenly spaced" in told
+    assert "pages of their own: 1, the most" in told
+    part = Slice("n", "", (), None, None, {}, (), (), ())
+    slices = tuple(replace(part, name=str(k)) for k in range(41))
+    data = report_data(replace(report, slices=slices))
+    assert len(data["slices"]) == page_data.MOST_SLICES
+    assert "the first 40 of 41 slices" in " ".join(data["notes"])
 
 
 def test_rare_tokens_do_not_come_first():

@@ -1,4 +1,9 @@
-"""The layers on their real Triton kernels, run by Triton's interpreter: tiny shapes only."""
+"""The layers on their real Triton kernels, run by Triton's interpreter: tiny shapes only.
+
+With gradients the layers choose kernels of chunks, which the interpreter cannot run. So what lies
+between the mixers, and whether autograd shows it, is looked at on their naive forms
+(``test_layers.py``), and on the kernels that do run with gradients (``test_models.py``).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_frozen_layer_is_what_the_kernels_compute(name):
-    with torch.no_grad():  # the kernels of a run with gradients are those of chunks
+    with torch.no_grad():
         frozen = freeze(
             Request.of(build(name), None, ids(2, 3)), query=False, check=False, wiring=False
         )

@@ -37,6 +37,7 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
+from captum_ssm.capture import Request, freeze
 from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction, tolerance_of
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered, registry
 from captum_ssm.operators import SoftmaxOperator
@@ -119,16 +120,21 @@ def stages(maps: dict[str, Tensor], family: str) -> list[Tensor]:
     return [*by_layer.values()]
 
 
-def product(maps: dict[str, Tensor], family: str) -> Tensor:
-    """The rollout, ``(B, L, L)``, of maps with the residual streams of the family."""
-    rho = torch.eye(next(iter(maps.values())).shape[-1])
+def product(maps: dict[str, Tensor], family: str, past: dict[str, Tensor] | None = None) -> Tensor:
+    """The rollout, ``(B, L, L)``, of maps with the residual streams of the family.
+
+    ``past`` are the shares ``(B, L, 1)`` in which some mixers read the embeddings.
+    """
+    rho = eye = torch.eye(next(iter(maps.values())).shape[-1])
     inside = None  # a branch, what its first mixer returned
     for path, matrix in zip(maps, stages(maps, family), strict=False):
         is_attention = path.partition(":")[0].endswith("attn")
         if is_attention and family.startswith("inkling"):
             inside = matrix @ rho
         elif is_attention and family.startswith("zamba"):
-            inside = rho + matrix @ rho  # a stream of its own, which only the branch reads
+            share = (past or {}).get(path, torch.zeros(1))
+            # A stream of its own, which only the branch reads.
+            inside = rho + matrix @ ((1 - share) * rho + share * eye)
         elif inside is None:
             rho = rho + matrix @ rho
         else:  # Inkling's convolution adds its input
@@ -140,12 +146,20 @@ def product(maps: dict[str, Tensor], family: str) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollout_is_the_product_of_the_layers_matrices(family):
     model, tokens = build(family), ids(2, 11)
+    frozen = freeze(Request.of(model, None, tokens))
+    steps = [frozen.wiring.steps[layer.step] for layer in frozen.layers]
+    past = {
+        layer.name: step.reads[1][1].share[..., None].float()
+        for layer, step in zip(frozen.layers, steps, strict=True)
+        if step.is_aside
+    }
+    assert bool(past) == family.startswith("zamba")
     for formulation, method, options in (
         ("hidden", MambaRollout(model), {}),
         ("unified", UnifiedImplicitAttention(model), {"aggregation": "rollout"}),
     ):
         maps = hidden_attention(model, tokens, formulation=formulation)
-        rho = product({path: m.mean(1) for path, m in maps.items()}, family)
+        rho = product({path: m.mean(1) for path, m in maps.items()}, family, past)
         scale = float(rho.abs().max())
         found = method.rollout(tokens, **options)
         torch.testing.assert_close(found, rho, atol=2e-5 * scale, rtol=0)

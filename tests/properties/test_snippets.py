@@ -33,11 +33,16 @@ MARKED = {
 }
 # Pages that a test of what they teach runs, with more around them.
 ELSEWHERE = {
+    "recipes.md": "properties/test_recipes.py",
     "add_a_family.md": "mixers/test_families.py",
     "development/add_a_method.md": "attr/test_toy_method.py",
     "development/add_a_scan_form.md": "discovery/test_scans.py",
 }
-NEEDS = {"how_to/large_models.md": "accelerate", "reference/metrics.md": "accelerate"}
+NEEDS = {
+    "how_to/large_models.md": "accelerate",
+    "how_to/neighbors.md": "bertviz",
+    "reference/metrics.md": "accelerate",
+}
 
 
 def pieces(text):

@@ -39,7 +39,7 @@ def report_data(report: ReportData) -> dict[str, Any]:
         "own": _number(report.own),
         "errors": [[i, error] for i, error in list(report.errors.items())[:20]],
         "failed": len(report.errors),
-        "notes": list(report.notes),
+        "notes": [*report.notes, *_left_out(report, len(listed), len(shown[0]))],
         "shares": _shares(report.shares, True),
         "slices": [_slice(one) for one in report.slices[:MOST_SLICES]],
         "change": _change(report),
@@ -64,6 +64,27 @@ def report_data(report: ReportData) -> dict[str, Any]:
         "other": other[1],
         "otherRows": other[0],
     }
+
+
+def _left_out(report: ReportData, listed: int, shown: int) -> list[str]:
+    # What the page leaves out, so that it stays small.
+    count, told = len(report.examples), []
+    if listed < count:
+        told.append(
+            f"The list and the picture of all examples have {listed:,} of {count:,}, evenly "
+            "spaced; shares, slices and counts are of all."
+        )
+    if len(report.slices) > MOST_SLICES:
+        told.append(
+            f"The page has the first {MOST_SLICES} of {len(report.slices)} slices; "
+            "report.slices has all."
+        )
+    if shown < count:
+        told.append(
+            f"Examples that are here with their tokens, and open as pages of their own: {shown:,}, "
+            "the most and the least typical, those that changed, and wrong ones."
+        )
+    return told
 
 
 def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:

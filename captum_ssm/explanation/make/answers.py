@@ -176,8 +176,8 @@ class WholeAnswer:
         id = first * L + end - 1
         answer = Answer(text, id, likely, float(each.sum()), rank, row)
         hops = tuple(range(row + 1, row + self.count))
-        how = {"part": self.part, "hops": hops, "through": self.asked.through}
-        return Output(None, (answer,), 0, role=PART, **how)
+        through = self.asked.through
+        return Output(None, (answer,), 0, role=PART, part=self.part, hops=hops, through=through)
 
     @cached_property
     def _words(self) -> Tensor:

@@ -2,5 +2,6 @@
 
 from captum_ssm.explanation.page.html import page_html
 from captum_ssm.explanation.page.notebook import notebook_bundle, widget
+from captum_ssm.explanation.page.states import states_page
 
-__all__ = ["notebook_bundle", "page_html", "widget"]
+__all__ = ["notebook_bundle", "page_html", "states_page", "widget"]

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,6 +24,8 @@ OF_CIRCUITS = (
 OF_ANSWERS = ("answer_trace", "answer_words", "answer_picture", "answer_picker", "answer")
 # They draw a report, and only come with one.
 OF_REPORTS = ("report_bars", "report_text", "report_cloud", "report_list", "report_parts", "report")
+# They draw a report on states, by themselves.
+OF_STATES = ("words", "dom", "format", "host", "controls", "tip", "states")
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
     *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors"),
@@ -61,6 +64,11 @@ openPage(document.body, data, { whole: true });
 _START_REPORT = """
 const data = JSON.parse(document.getElementById("captum-data").textContent);
 openReport(document.body, data);
+"""
+
+_START_STATES = """
+const data = JSON.parse(document.getElementById("captum-data").textContent);
+openStates(document.body, data);
 """
 
 
@@ -136,6 +144,12 @@ def extras_of(data: dict) -> tuple[bool, bool]:
     return any(one["circuits"] for one in examples), any("whole" in one for one in examples)
 
 
+def states_html(data: dict[str, Any]) -> str:
+    """The page of a state report, by data of the format ``captum_ssm.states/1``."""
+    style = "".join(_read(f"{name}.css") for name in ("page", "report", "states"))
+    return _document(data["title"], data, style, _joined(OF_STATES) + _START_STATES)
+
+
 @cache
 def stylesheet(circuits: bool = True, answers: bool = True, report: bool = False) -> str:
     """The style, with that of circuits, of whole answers and of reports or without."""
@@ -149,8 +163,11 @@ def script(circuits: bool = True, answers: bool = True, report: bool = False) ->
     """The modules as one: without their imports and exports, which have the same names."""
     left_out = {*(() if circuits else OF_CIRCUITS), *(() if answers else OF_ANSWERS)}
     modules = (*MODULES, *OF_REPORTS) if report else MODULES
-    names = [name for name in modules if name not in left_out]
-    joined = "\n".join(_read(f"{name}.js") for name in names)
+    return _joined([name for name in modules if name not in left_out])
+
+
+def _joined(modules: Sequence[str]) -> str:
+    joined = "\n".join(_read(f"{name}.js") for name in modules)
     joined = re.sub(r"^import \{[^}]*\} from [^;]*;\n", "", joined, flags=re.MULTILINE)
     return re.sub(r"^export ", "", joined, flags=re.MULTILINE)
 

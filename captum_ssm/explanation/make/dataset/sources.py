@@ -154,7 +154,9 @@ def _of_folder(path: Path) -> Source:
     ]
 
     def digest() -> str:
-        return hash_of_rows([row["file"], hash_of_file(Path(row["image"]))] for row in rows)
+        return hash_of_rows(
+            [name.as_posix(), hash_of_file(one)] for one, name in zip(files, names, strict=True)
+        )
 
     schema = {"file": "string", "label": "string"}
     return Source("a folder of pictures", _by_index(rows), len(rows), schema, digest)
@@ -165,13 +167,15 @@ def _of_arrays(path: Path) -> Source:
     held = np.load(path, mmap_mode="r")
     arrays = {"": held} if path.suffix == ".npy" else {name: held[name] for name in held.files}
     shapes = {name: array.shape for name, array in arrays.items()}
-    lengths = {shape[0] if shape else None for shape in shapes.values()}
-    if len(lengths) != 1 or None in lengths:
+    lengths = {shape[0] if shape else -1 for shape in shapes.values()}
+    if len(lengths) != 1 or -1 in lengths:
         told = ", ".join(f"{name or 'one array'} {shape}" for name, shape in shapes.items())
         raise InputError(
             f"{str(path)!r} holds {told or 'no array'}; expected one row per example in each, "
             "(N, ...)."
         )
+
+    count = lengths.pop()
 
     def row(i: int) -> Any:
         values = {name: array[i] for name, array in arrays.items()}
@@ -179,10 +183,10 @@ def _of_arrays(path: Path) -> Source:
         return values.get("", values)
 
     def read(start: int, stop: int) -> list[Any]:
-        return [attempt(row, i) for i in range(start, min(stop, *lengths))]
+        return [attempt(row, i) for i in range(start, min(stop, count))]
 
-    schema = {} if path.suffix == ".npy" else None
-    return Source(path.suffix, read, *lengths, schema, lambda: hash_of_file(path))
+    schema: dict[str, str] | None = {} if path.suffix == ".npy" else None
+    return Source(path.suffix, read, count, schema, lambda: hash_of_file(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
