@@ -187,9 +187,9 @@ def findings(found: dict[str, Any]) -> list[str]:
         ),
         _holds(
             mine[missed] < theirs[missed] and theirs[worst] < mine[worst],
-            f"No method finds the cause on every task: MambaLRP has {mine[missed]:.2f} on {missed}, "
-            f"where {flow} has {theirs[missed]:.2f}, and that one {theirs[worst]:.2f} on {worst}, "
-            f"where MambaLRP has {mine[worst]:.2f}: look at both.",
+            f"No method finds the cause on every task: MambaLRP has {mine[missed]:.2f} on "
+            f"{missed}, where {flow} has {theirs[missed]:.2f}, and that one "
+            f"{theirs[worst]:.2f} on {worst}, where MambaLRP has {mine[worst]:.2f}: look at both.",
         ),
         _holds(
             size[1] > 0,
