@@ -203,7 +203,7 @@ class MambaLRP(TokenAttribution):
 
     def _beginning(self, begin: Request, arguments: Arguments) -> FormStandIns:
         # What mixers return, and begin with, at the beginning of a text, whose graph is then gone.
-        rules, frozen = self._propagated(begin, arguments, FormStandIns)
+        rules, frozen = self._propagated(with_leaves(begin), arguments, FormStandIns)
         self._warn(frozen)
         return rules
 
