@@ -39,9 +39,6 @@ from captum_ssm.utils.captum_api import format_output
 from captum_ssm.utils.memory import limited_graph, memory_limit
 from captum_ssm.wiring.ledger import structure
 
-# A part of what a graph is made of, as its structure lists it.
-_SEVERAL = ("examples", "several")
-
 
 class StateRelevance(NamedTuple):
     """Relevance of what a layer had kept of earlier tokens when it was called.
@@ -215,9 +212,9 @@ class MambaLRP(TokenAttribution):
         model, is_new = request.module, not is_settled(request.module)
         run = partial(self._ruled, request, arguments, stand_ins)
         rules, frozen = run(wiring=is_new)
-        several = frozenset({_SEVERAL} if request.batch > 1 else ())
-        made_of = structure([frozen.require_score().grad_fn]) | several
-        if not is_new and not is_settled(model, made_of):
+        made_of, known = structure([frozen.require_score().grad_fn]), known_of(model)
+        is_changed = not is_settled(model, made_of)
+        if is_changed and not is_new:
             # Its graph is made of something that was not there before.
             search_anew(model)
             rules, frozen = run(wiring=True)
@@ -225,11 +222,10 @@ class MambaLRP(TokenAttribution):
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = run(wiring=True)
         # What a method of maps has looked at already is known.
-        if not is_settled(model, made_of) and not (is_new and known_of(model).honest):
+        if is_changed and not (is_new and known.honest):
             look_for_hidden(request)
-        if several and not is_settled(model, made_of):
-            known = known_of(model)
-            known.mixes_examples |= mixes_examples(frozen.require_score(), rules.starts())
+        if request.batch > 1 and (is_changed or known.mixes_examples is None):
+            known.mixes_examples = mixes_examples(frozen.require_score(), rules.starts())
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen
 
@@ -275,7 +271,8 @@ class MambaLRP(TokenAttribution):
 
 def mixes_examples(score: Tensor, starts: Sequence[Tensor]) -> bool:
     """Whether the first of some scores ``(B,)`` depends on the inputs of other examples."""
-    found = torch.autograd.grad(score[0], starts, retain_graph=True, allow_unused=True)
+    with torch.inference_mode(False), torch.enable_grad():  # also for a caller without gradients
+        found = torch.autograd.grad(score[0], starts, retain_graph=True, allow_unused=True)
     return any(bool(one[1:].any()) for one in found if one is not None)
 
 

@@ -187,7 +187,7 @@ def _hidden(request: Request) -> str | None:
     with torch.enable_grad():
         run = _Run(request)()
         promise = _Promise([end for _, end in run.ends], run.starts)
-    is_compared, reason = False, ""
+    is_compared, reason = False, "none of them was seen in a run"
     with torch.no_grad():
         for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
             held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
@@ -233,7 +233,7 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
     sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
     chosen = {n: [*islice(halves(n, generator), _STEPS)] for n in sizes}
     found = []
-    for k in range(max(map(len, chosen.values()))):
+    for k in range(max(map(len, chosen.values()), default=0)):
         steps = []
         for x, axis in zip(starts, axes, strict=True):
             sets = chosen[x.shape[axis]]

@@ -87,7 +87,8 @@ def on_copies(request: Request, copies: Copies) -> Request:
 @contextmanager
 def on_thrown_away(request: Request) -> Iterator[tuple[Request, Copies]]:
     """A request that runs copies of its model's modules, and these copies, without nnsight."""
-    with copied(request.module, *_modules_in(request.forward_func)) as copies:
+    modules = _modules_in(request.forward_func)
+    with copied(request.module, *modules) as copies, without_compiler():
         yield on_copies(request, copies), copies
 
 

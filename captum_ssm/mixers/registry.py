@@ -38,7 +38,7 @@ class Known:
         hidden (str, optional): what in it depends on tokens in a way that autograd does not show.
             Default: None
         mixes_examples (bool, optional): whether a score of an example depends on others of its
-            batch. Default: False
+            batch. Default: None, not looked at
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
             its adapter computes. Default: None
     """
@@ -51,7 +51,7 @@ class Known:
     unknown: str | None = None
     honest: frozenset[Any] = frozenset()
     hidden: str | None = None
-    mixes_examples: bool = False
+    mixes_examples: bool | None = None
     right: Any = None
 
 

@@ -166,7 +166,7 @@ class Skips:
     ) -> tuple[list[GradientEdge], dict[frozenset[int], list[Side]]]:
         # What makes up the streams around the leads, and what reads once more what these hold.
         graph = self.graph
-        passed = {k for j in leads for k in graph.groups[graph.step_of[j]] if j >= 0}
+        passed = {k for j in leads if j >= 0 for k in graph.groups[graph.step_of[j]]}
         sides = graph.cut.sides(root, passed, None) if passed else []
         sides.sort(key=lambda side: (side.is_factor, -len(side.read)))
         streams, held = {graph.read_by(j) for j in leads}, frozenset[int]()

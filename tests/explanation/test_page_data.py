@@ -19,7 +19,7 @@ import captum_ssm.explanation.page as page_package
 from captum_ssm.explanation import Span
 from captum_ssm.explanation.page import notebook_bundle, page_html, widget
 from captum_ssm.explanation.page.data import MOST_CELLS, packed, page_data, pooled
-from captum_ssm.explanation.page.html import MODULES, OF_REPORTS, script, stylesheet
+from captum_ssm.explanation.page.html import MODULES, OF_REPORTS, OF_STATES, script, stylesheet
 from captum_ssm.explanation.page.opening import opening_of
 from captum_ssm.utils.colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 
@@ -82,7 +82,7 @@ def test_a_page_loads_nothing_and_runs_one_script():
 def test_every_module_is_in_the_page_once():
     static = Path(page_package.__file__).parent / "static"
     modules = (*MODULES, *OF_REPORTS)
-    assert {path.stem for path in static.glob("*.js")} == set(modules)
+    assert {path.stem for path in static.glob("*.js")} == {*modules, *OF_STATES}
     joined = script(report=True)
     assert not re.search(r"^(import|export) ", joined, re.MULTILINE)
     names = re.findall(r"^(?:async )?(?:const|let|class|function) (\w+)", joined, re.MULTILINE)

@@ -251,6 +251,7 @@ class Growing(nn.Module):
 
 
 @each_method
+@pytest.mark.filterwarnings("ignore:the score of one example depends on others")
 def test_buffers_and_containers_are_put_back(method):
     model, tokens = Growing().train(), ids(2, 7)
     before = fingerprint(model)
