@@ -21,6 +21,7 @@ from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import weights_loaded
+from captum_ssm.utils.precision import products_dtype
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
 # at every step; the frozen operator does not. Measured on every family, with weights up to 1.5
@@ -76,6 +77,12 @@ def tolerance_of(call: MixerCall, rounding: float) -> float:
     tolerance = TOLERANCE[dtype] * (rounding if dtype.itemsize == 2 else 1.0)
     # Quantized weights may round what enters a layer.
     return max(tolerance, TOLERANCE[torch.float16]) if is_quantized(call.module) else tolerance
+
+
+def _coarsest_tolerance(tolerance: float, output: Tensor) -> float:
+    # That of products of float32 as coarse as PyTorch was allowed to make them.
+    is_single = output.dtype == torch.float32
+    return max(tolerance, TOLERANCE[products_dtype(output.device)]) if is_single else tolerance
 
 
 @dataclass(frozen=True)
@@ -251,11 +258,12 @@ def check_deviation(
         deviation (Deviation): from its output.
         mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
     """
-    errors, tolerance = deviation.errors(mask), tolerance_of(call, deviation.rounding)
     dtype = call.output.dtype
+    errors, doubted = deviation.errors(mask), tolerance_of(call, deviation.rounding)
+    tolerance = _coarsest_tolerance(doubted, call.output)
     if errors.whole <= tolerance and errors.recurrence > RECURRENCE * tolerance:
         errors = errors._replace(recurrence=_error_on_larger_tokens(call))
-    if errors.within(tolerance) and errors.in_doubt(tolerance) and not _is_sure(call.module):
+    if errors.within(tolerance) and errors.in_doubt(doubted) and not _is_sure(call.module):
         wider = _errors_in_wider_dtype(call, mask)
         if wider is not None:
             dtype = WIDER[dtype]

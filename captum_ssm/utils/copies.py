@@ -48,6 +48,7 @@ _ATOMIC = frozenset(
 _SHARED = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType),
     *(types.GeneratorType, types.CoroutineType, property, staticmethod, classmethod),
+    *(types.UnionType, types.GenericAlias),  # in annotations
 )
 _OF_GRADIENTS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 _SEQUENCES = (list, tuple, set, frozenset, deque)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 from families import build
 from methods import each_method
 from models import ids, tiny
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from captum_ssm import InputError, LaTIM, MambaLRP, MambaRollout, RawAttention, ReconstructionError
 from captum_ssm.capture.wider_dtype import InWider
@@ -130,6 +135,56 @@ def test_doubted_rounding_is_run_in_a_wider_dtype_and_remembered(monkeypatch):
             p.copy_(p)  # others may be wrong
     RawAttention(model).attribute(x)
     assert runs
+
+
+@pytest.fixture
+def coarse_products(monkeypatch) -> Iterator[None]:
+    """Products of float32 as some processors make them: those of linear layers in bfloat16."""
+    linear = F.linear
+
+    def coarse(x, weight, bias=None):
+        if x.dtype == torch.float32:
+            x, weight = x.bfloat16().float(), weight.bfloat16().float()
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", coarse)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("coarse_products")
+def test_products_may_be_as_coarse_as_pytorch_was_allowed_to_make_them():
+    model, tokens = build("mamba"), ids(2, 9)
+    with pytest.raises(ReconstructionError, match="relative error"):
+        MambaRollout(model).attribute(tokens)
+    torch.set_float32_matmul_precision("medium")
+    assert MambaRollout(model).attribute(tokens).isfinite().all()
+    assert MambaLRP(model).attribute(tokens, target=3).isfinite().all()
+    # What is wrong by as little is found, in float64.
+    _, mixer = next(iter(find_mixers(model)))
+    mixer.register_forward_hook(lambda module, args, output: output * 1.004)
+    with pytest.raises(ReconstructionError, match="float64"):
+        MambaRollout(model).attribute(tokens)
+
+
+SETTINGS = {
+    "torch.set_float32_matmul_precision('medium')": torch.bfloat16,
+    "torch.set_float32_matmul_precision('high')": torch.float16,
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": torch.bfloat16,
+    "torch.backends.cuda.matmul.allow_tf32 = True": torch.float32,
+    "": torch.float32,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_way_to_ask_for_coarse_products_is_read(setting):
+    # The settings of backends cannot be taken back in a process.
+    code = f"""import torch
+from captum_ssm.utils.precision import products_dtype
+{setting}
+print(products_dtype(torch.device("cpu")))"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(SETTINGS[setting])
 
 
 def test_a_module_runs_in_a_wider_dtype_and_is_left_as_it_is():

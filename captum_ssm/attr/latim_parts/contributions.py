@@ -28,6 +28,7 @@ from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.memory import tile_entries
+from captum_ssm.utils.precision import products_dtype
 
 ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
@@ -251,4 +252,4 @@ def _may_be_rounded(weight: Tensor) -> bool:
         return False
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     is_fast = any(has for name, has in capabilities.items() if name.endswith("bf16"))
-    return is_fast and torch.get_float32_matmul_precision() == "medium"
+    return is_fast and products_dtype(weight.device) == torch.bfloat16
