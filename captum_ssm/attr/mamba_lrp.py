@@ -271,6 +271,8 @@ class MambaLRP(TokenAttribution):
 
 def mixes_examples(score: Tensor, starts: Sequence[Tensor]) -> bool:
     """Whether the first of some scores ``(B,)`` depends on the inputs of other examples."""
+    if not score.requires_grad:
+        return False
     with torch.inference_mode(False), torch.enable_grad():  # also for a caller without gradients
         found = torch.autograd.grad(score[0], starts, retain_graph=True, allow_unused=True)
     return any(bool(one[1:].any()) for one in found if one is not None)
