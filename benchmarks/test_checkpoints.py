@@ -39,6 +39,7 @@ def test_a_checkpoint_gets_all_its_numbers_and_a_page(folder, tmp_path):
     assert low["largest_error"] > found["largest_error"]
 
 
+@pytest.mark.slow
 def test_one_command_keeps_dated_rows_and_tells_what_failed(tmp_path):
     model = tmp_path / "mamba"
     families.build("mamba").save_pretrained(model)
