@@ -224,7 +224,9 @@ class MambaLRP(TokenAttribution):
         # What a method of maps has looked at already is known.
         if is_changed and not (is_new and known.honest):
             look_for_hidden(request)
-        if request.batch > 1 and (is_changed or known.mixes_examples is None):
+        if is_changed:
+            known.mixes_examples = None
+        if request.batch > 1 and known.mixes_examples is None:
             known.mixes_examples = mixes_examples(frozen.require_score(), rules.starts())
         settle(model, made_of | structure([frozen.require_score().grad_fn]))
         return rules, frozen

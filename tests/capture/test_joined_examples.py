@@ -49,6 +49,18 @@ def test_examples_that_are_mixed_are_said():
     assert not said(Two().eval(), noise(2, L, E))
 
 
+def test_examples_that_are_mixed_later_are_said():
+    class Normalized(Two):
+        def __init__(self):
+            super().__init__(after=lambda h: self.norm(h.mT)[..., -1])
+            self.norm = nn.BatchNorm1d(E).double()
+
+    model = Normalized().eval()
+    assert not said(model, noise(2, L, E))
+    said(model.train(), noise(1, L, E))  # looked at with one example, which mixes with no other
+    assert any("depends on others of the batch" in one for one in said(model, noise(2, L, E)))
+
+
 def test_examples_in_one_sequence_are_refused():
     class Joined(Two):
         def forward(self, x):
