@@ -202,7 +202,7 @@ def test_class_agnostic_methods_ignore_the_target(method):
 
 
 @pytest.mark.parametrize("family", S6_FAMILIES)
-@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("length", [1, pytest.param(3, marks=pytest.mark.slow), 9])
 def test_mamba_attribution_is_eq_24(family, length):
     model, tokens = tiny(family), ids(2, length)
     target = torch.tensor([3, 8])
