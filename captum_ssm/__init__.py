@@ -37,10 +37,13 @@ if TYPE_CHECKING:
     )
     from captum_ssm.explanation import Explanation
     from captum_ssm.explanation.make import explain
-    from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution, continuation_relevance
+    from captum_ssm.explanation.make.answers.captum_llm import (
+        SSMLLMAttribution,
+        continuation_relevance,
+    )
+    from captum_ssm.explanation.make.answers.trace import Trace, trace, trace_rows
     from captum_ssm.explanation.make.dataset import ExplainBatches, explain_dataset
     from captum_ssm.explanation.make.served import replay
-    from captum_ssm.explanation.make.trace import Trace, trace, trace_rows
     from captum_ssm.inspection.cost import Estimate, estimate
     from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
     from captum_ssm.inspection.receptive_field.gradient import (
@@ -100,7 +103,7 @@ _MODULES = {
     **dict.fromkeys(("ExplainBatches", "explain_dataset"), "explanation.make.dataset"),
     **dict.fromkeys(("InputError", "ReconstructionError"), "errors"),
     **dict.fromkeys(("TargetError", "UnsupportedModelError"), "errors"),
-    **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.trace"),
+    **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.answers.trace"),
     **dict.fromkeys(("hidden_attention", "token_grids"), "inspection.implicit_attention"),
     **dict.fromkeys(("Area", "ReceptiveField"), "inspection.receptive_field"),
     "Readout": "capture",
@@ -109,8 +112,8 @@ _MODULES = {
     "Explanation": "explanation",
     "MemoryLimitError": "utils.memory",
     "effective_receptive_field": "inspection.receptive_field",
-    "SSMLLMAttribution": "explanation.make.captum_llm",
-    "continuation_relevance": "explanation.make.captum_llm",
+    "SSMLLMAttribution": "explanation.make.answers.captum_llm",
+    "continuation_relevance": "explanation.make.answers.captum_llm",
     "explain": "explanation.make",
     "replay": "explanation.make.served",
     "register_scan": "discovery.scans",
@@ -118,7 +121,7 @@ _MODULES = {
 
 # Folders that had another name in 0.1.0.
 _RENAMED = {
-    "generation": "explanation.make.captum_llm",
+    "generation": "explanation.make.answers.captum_llm",
     "page": "explanation.page",
     "scans": "discovery.scans",
 }

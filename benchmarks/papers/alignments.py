@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from captum_ssm import LaTIM, MambaAttribution, MambaLRP, hidden_attention
-from captum_ssm.explanation.make.captum_llm import continuation_relevance
+from captum_ssm.explanation.make.answers.captum_llm import continuation_relevance
 from captum_ssm.metrics import bootstrap, evaluate, links
 
 COLUMNS = {"aer": ("AER ↓", 1)}

@@ -30,8 +30,8 @@ from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make import explain
-from captum_ssm.explanation.make.methods import ALL, method_names
 from captum_ssm.explanation.make.parse import MAPS, UNITS
+from captum_ssm.explanation.make.relevance.methods import ALL, method_names
 from captum_ssm.explanation.parts import RELEVANCE, THROUGH
 from captum_ssm.explanation.units import texts_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from captum_ssm.attr import Option, methods
 from captum_ssm.cli.parser import listed, plain
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.captum_methods import NAMED
+from captum_ssm.explanation.make.relevance.captum_methods import NAMED
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

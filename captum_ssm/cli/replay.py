@@ -21,7 +21,7 @@ from captum_ssm.cli.loading import (
 from captum_ssm.cli.options import method_named
 from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, visible
-from captum_ssm.explanation.make.methods import ALL, method_names
+from captum_ssm.explanation.make.relevance.methods import ALL, method_names
 from captum_ssm.explanation.make.served import replay
 from captum_ssm.explanation.make.served.front import BOUND
 

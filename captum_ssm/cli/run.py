@@ -31,7 +31,7 @@ from captum_ssm.explanation import ExplainedDataset
 from captum_ssm.explanation.make.dataset import explain_dataset
 from captum_ssm.explanation.make.dataset.rows import ROLES
 from captum_ssm.explanation.make.dataset.sources import FILES
-from captum_ssm.explanation.make.methods import ALL
+from captum_ssm.explanation.make.relevance.methods import ALL
 
 SHOWN = 3  # rows that failed, in the closing lines
 

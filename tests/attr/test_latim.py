@@ -15,8 +15,8 @@ from captum_ssm.attr.latim_parts import alti as _alti
 from captum_ssm.attr.latim_parts import contributions as _contributions
 from captum_ssm.attr.latim_parts.alti import Alti
 from captum_ssm.attr.latim_parts.contributions import ACTIVATIONS
-from captum_ssm.explanation.make.rows import Asked, Question, rows
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.relevance.rows import Asked, Question, rows
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.metrics import decomposition_error
 from captum_ssm.utils import progress
 

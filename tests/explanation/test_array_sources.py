@@ -8,7 +8,7 @@ from models import VOCABULARY, tiny, word_tokenizer
 from captum_ssm import InputError, MemoryLimitError, examples, explain, explain_dataset
 from captum_ssm.cli import main
 from captum_ssm.explanation import open_dataset
-from captum_ssm.explanation.make import arrays
+from captum_ssm.explanation.make.inputs import arrays
 
 
 @pytest.fixture

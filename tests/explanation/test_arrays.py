@@ -12,7 +12,7 @@ from vision_models import vim
 
 from captum_ssm import Explanation, MambaLRP, explain
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.arrays import arranged, given
+from captum_ssm.explanation.make.inputs.arrays import arranged, given
 from captum_ssm.models import BidirectionalMamba
 
 

@@ -8,9 +8,9 @@ from models import VOCABULARY, tiny, word_tokenizer
 from vision_models import vim
 
 from captum_ssm import MambaLRP, explain
-from captum_ssm.explanation.make.captum_methods import NAMED
-from captum_ssm.explanation.make.methods import method_names
-from captum_ssm.explanation.make.removal import Replacement
+from captum_ssm.explanation.make.relevance.captum_methods import NAMED
+from captum_ssm.explanation.make.relevance.methods import method_names
+from captum_ssm.explanation.make.relevance.removal import Replacement
 
 TEXT = "w3 w4 w5 w6 w7"
 IDS = torch.tensor([[3, 4, 5, 6, 7]])

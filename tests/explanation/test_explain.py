@@ -223,7 +223,7 @@ class Slow:
     "text", ["the cat sat", " the  cat,\n on the mat. ", "the zebra sat", "voilà 🦓 cat", "a\tb"]
 )
 def test_tokens_join_to_the_text(text, make, slow):
-    from captum_ssm.explanation.make.reading import read, read_ids
+    from captum_ssm.explanation.make.inputs.reading import read, read_ids
 
     tokenizer = Slow(make()) if slow else make()
     reading = read(tokenizer, text, "text")

@@ -12,8 +12,8 @@ from vision_models import vim
 
 from captum_ssm import InputError, explain
 from captum_ssm.attr import MambaLRP, MambaRollout
-from captum_ssm.explanation.make import rows as rows_module
 from captum_ssm.explanation.make.many import Explainer, InputRow
+from captum_ssm.explanation.make.relevance import rows as rows_module
 
 TEXTS = ["w3 w4 w5 w9", "w9 w8", "w30 w3 w3 w4 w7 w6", "w5", "w8 w9", "w6 w7 w8 w9"]
 EVERY = ("mamba-lrp", "rollout", "raw-attention", "mamba-attribution", "unified", "latim")
@@ -104,7 +104,7 @@ def test_texts_are_not_padded_where_later_tokens_are_read(tokenizer):
 
 def test_relevance_on_padding_is_noticed(tokenizer, monkeypatch):
     # As if the test of one text had been passed by a model that reads later tokens of others.
-    from captum_ssm.explanation.make import kinds
+    from captum_ssm.explanation.make.questions import kinds
 
     monkeypatch.setattr(kinds, "_reads_no_later_token", lambda *_: True)
     model = ReadsLater()
@@ -199,7 +199,7 @@ def test_rollout_of_every_token_runs_the_model_once_for_all_texts(tokenizer, mon
 
 
 def test_batches_hold_so_many_tokens(tokenizer, monkeypatch):
-    from captum_ssm.explanation.make import run
+    from captum_ssm.explanation.make.relevance import run
 
     monkeypatch.setattr(run, "TOKENS", 10)
     sizes = []

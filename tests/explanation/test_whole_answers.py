@@ -17,7 +17,7 @@ from captum_ssm import (
     trace_rows,
 )
 from captum_ssm.explanation import Token
-from captum_ssm.explanation.make.answers import THOUGHTS, AskedAnswer
+from captum_ssm.explanation.make.answers.whole import THOUGHTS, AskedAnswer
 
 TEXT, TARGET = "w3 w4 w5 w6", "w7 w8 w9 w10 w11"
 

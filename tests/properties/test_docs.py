@@ -40,7 +40,7 @@ MODULES = (
     "captum_ssm.attr",
     "captum_ssm.examples",
     "captum_ssm.explanation",
-    "captum_ssm.explanation.make.captum_llm",
+    "captum_ssm.explanation.make.answers.captum_llm",
     "captum_ssm.interventions",
     "captum_ssm.metrics",
     "captum_ssm.mixers",

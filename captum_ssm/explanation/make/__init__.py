@@ -1,21 +1,17 @@
 """The front door: from a model and a text or an image to an explanation.
 
-:mod:`front` is the function that people call, and :mod:`many` what it and data sets are built on:
-how to explain is parsed (:mod:`parse`), and what (:mod:`inputs`; :mod:`pipelines` takes pipelines
-apart). :mod:`kinds` tells what a model of texts puts out, and a table in :mod:`asked` leads from
-there to the question about each text: the next token (:mod:`texts`), a class or labels of tokens
-(:mod:`classes`, by the names of :mod:`labels`), or the part that answers a question
-(:mod:`places`). An image has its own (:mod:`images`), and a conversation is rendered by the
-tokenizer's chat template (:mod:`messages`, :mod:`templates`). :mod:`generate` writes the answer
-where the model is to. Each question computes its example, in steps that are taken for many inputs
-together (:mod:`together`): it collects ``Questions`` (:mod:`questions`), which are the answers at
-each output and the rows of relevance that explain them (:mod:`rows`; :mod:`captum_methods` for
-Captum's own), and :mod:`explained` puts them together. :mod:`run` is how all of these run the
-model, and :mod:`validate` removes the tokens that methods rank first. Below are :mod:`reading` (a
-text as tokens) and :mod:`lens` (what each layer would answer). :mod:`captum_llm` stands in for
-Captum's wrapper of language models. Its prompt and continuation (:mod:`continuation`) are also what
-:mod:`trace` follows a whole answer through, for which :mod:`answers` finds the tokens, and the
-thoughts before it.
+:mod:`front` is the function that people call, and :mod:`many` what it and data sets are built on.
+Four folders are its steps, and each uses those before it only:
+
+- :mod:`inputs`: what to explain (texts, images, series), as the model reads it;
+- :mod:`relevance`: how the model is run, and rows of relevance by a method;
+- :mod:`answers`: a whole answer, span by span and hop by hop;
+- :mod:`questions`: which outputs and answers are asked about, and the example that shows them.
+
+:mod:`parse` checks how to explain. A conversation is rendered by the tokenizer's chat template
+(:mod:`messages`), and :mod:`generate` writes the answer where the model is to. :mod:`together`
+takes the steps of many questions side by side. :mod:`dataset` explains thousands of rows, and
+:mod:`served` what a server has answered.
 """
 
 from captum_ssm.explanation.make.front import explain

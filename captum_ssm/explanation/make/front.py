@@ -8,8 +8,8 @@ from functools import wraps
 from typing import Any, Literal
 
 from captum_ssm.explanation import Explanation
+from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.many import Explainer
-from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.suggestions import closest
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.reading import read_ids
-from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.make.inputs.reading import read_ids
+from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.suggestions import did_you_mean

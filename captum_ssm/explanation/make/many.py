@@ -18,21 +18,21 @@ from torch import nn
 from captum_ssm.capture import Readout
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
-from captum_ssm.explanation.make.answers import AskedAnswer
-from captum_ssm.explanation.make.arrays import Known, given
-from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.generate import Generation, parse_generation
-from captum_ssm.explanation.make.images import image_questions
-from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
-from captum_ssm.explanation.make.kinds import Task, task_of
+from captum_ssm.explanation.make.inputs.arrays import Known, given
+from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer, numbered, parse_inputs
+from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
-from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import TextSetup
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.rows import RowSource
-from captum_ssm.explanation.make.series import series_questions
-from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.make.questions.asked import Answerable, text_questions
+from captum_ssm.explanation.make.questions.base import TextSetup
+from captum_ssm.explanation.make.questions.images import image_questions
+from captum_ssm.explanation.make.questions.kinds import Task, task_of
+from captum_ssm.explanation.make.questions.series import series_questions
+from captum_ssm.explanation.make.questions.texts import TextQuestion
+from captum_ssm.explanation.make.relevance.rows import RowSource
 from captum_ssm.explanation.make.together import Outcome, answered
 from captum_ssm.explanation.parts import RELEVANCE, SPAN
 from captum_ssm.utils.allocator import workspace

@@ -12,13 +12,13 @@ import torch
 
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.asked import Answerable, text_questions
-from captum_ssm.explanation.make.inputs import numbered, warn_of_unknown
-from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.questions import Setup, TextSetup, per_example
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.templates import Message, Rendering, rendered
-from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.make.inputs.parse_inputs import numbered, warn_of_unknown
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
+from captum_ssm.explanation.make.inputs.templates import Message, Rendering, rendered
+from captum_ssm.explanation.make.questions.asked import Answerable, text_questions
+from captum_ssm.explanation.make.questions.base import Setup, TextSetup, per_example
+from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.units import Turn, Turns, belongs
 
 ANSWERS = "assistant"  # the role whose last message is the answer

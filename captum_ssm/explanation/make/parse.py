@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from captum_ssm.capture import check_model, unwrap
-from captum_ssm.explanation.make.inputs import is_tokenizer
-from captum_ssm.explanation.make.methods import ALL, parse_methods
-from captum_ssm.explanation.make.questions import Setup
-from captum_ssm.explanation.make.removal import Replacement
+from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer
+from captum_ssm.explanation.make.questions.base import Setup
+from captum_ssm.explanation.make.relevance.methods import ALL, parse_methods
+from captum_ssm.explanation.make.relevance.removal import Replacement
 from captum_ssm.utils.integers import as_index
 
 UNITS = ("token", "word", "sentence", "line", "turn")

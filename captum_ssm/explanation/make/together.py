@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.asked import Answerable
 from captum_ssm.explanation.make.generate import Generation, written
-from captum_ssm.explanation.make.questions import Setup, Steps
+from captum_ssm.explanation.make.questions.asked import Answerable
+from captum_ssm.explanation.make.questions.base import Setup, Steps
 from captum_ssm.utils.progress import Bar
 
 SIDE_BY_SIDE = 256  # questions, of which each keeps the scores that it is about

@@ -21,8 +21,8 @@ from captum_ssm.explanation.make.dataset.processes import this_process
 from captum_ssm.explanation.make.dataset.rows import Columns
 from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import Source, source_of
+from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.many import Explainer
-from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.utils.progress import showing
 
 

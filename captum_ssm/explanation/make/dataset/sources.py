@@ -15,7 +15,7 @@ import numpy as np
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.make.dataset.identity import hash_of_file, hash_of_rows
-from captum_ssm.explanation.make.pictures import ENDINGS
+from captum_ssm.explanation.make.inputs.pictures import ENDINGS
 
 ARRAYS = (".npy", ".npz")
 FILES = (".jsonl", ".csv", ".parquet", ".txt", *ARRAYS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.served.records import ServedRecord
 
 WORST = 3  # tokens that an error names

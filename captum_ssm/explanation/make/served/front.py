@@ -9,10 +9,10 @@ from typing import Any
 from captum_ssm.capture import check_model, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Explanation
-from captum_ssm.explanation.make.inputs import numbered
+from captum_ssm.explanation.make.inputs.parse_inputs import numbered
+from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.many import Explainer, InputRow
-from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.served.comparison import check_bound, compared
 from captum_ssm.explanation.make.served.records import ServedRecord, read_records
 from captum_ssm.explanation.make.served.rendering import read_answer, read_prompt

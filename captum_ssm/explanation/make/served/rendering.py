@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.inputs.reading import TokenizedText, read, read_ids
 from captum_ssm.explanation.make.messages import Conversation
-from captum_ssm.explanation.make.reading import TokenizedText, read, read_ids
 from captum_ssm.explanation.make.served.records import ServedRecord
 from captum_ssm.explanation.make.served.vocabulary import Vocabulary
 

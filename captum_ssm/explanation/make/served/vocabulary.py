@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.reading import CONTEXT
+from captum_ssm.explanation.make.inputs.reading import CONTEXT
 from captum_ssm.explanation.make.served.records import ServedToken
 
 LOST = "\ufffd"  # what tokenizers decode a part of a character to

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.continuation import Continued
-from captum_ssm.explanation.make.rows import has_delta
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.answers.continuation import Continued
+from captum_ssm.explanation.make.relevance.rows import has_delta
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
 from captum_ssm.utils.integers import as_index

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.arrays import Given, arranged
-from captum_ssm.explanation.make.forecasts import add_forecast
-from captum_ssm.explanation.make.labels import classes_of, configured, names_of
-from captum_ssm.explanation.make.observed import Look
-from captum_ssm.explanation.make.questions import Questions, Setup, Steps, per_example, to_numpy
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.inputs.arrays import Given, arranged
+from captum_ssm.explanation.make.questions.base import (
+    Questions,
+    Setup,
+    Steps,
+    per_example,
+    to_numpy,
+)
+from captum_ssm.explanation.make.questions.forecasts import add_forecast
+from captum_ssm.explanation.make.questions.labels import classes_of, configured, names_of
+from captum_ssm.explanation.make.questions.observed import Look
+from captum_ssm.explanation.make.relevance.run import Run
 
 PLACEHOLDER = re.compile(r"LABEL_\d+")
 

@@ -12,8 +12,8 @@ from torch import nn
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.attr import methods as token_methods
 from captum_ssm.capture import resolve_model, unwrap
-from captum_ssm.explanation.make.captum_methods import NAMED, CaptumRows, options_of
-from captum_ssm.explanation.make.rows import RowSource, TokenRows
+from captum_ssm.explanation.make.relevance.captum_methods import NAMED, CaptumRows, options_of
+from captum_ssm.explanation.make.relevance.rows import RowSource, TokenRows
 from captum_ssm.utils.suggestions import did_you_mean
 
 ALL = "all"

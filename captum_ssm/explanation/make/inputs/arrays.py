@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.pictures import (
+from captum_ssm.explanation.make.inputs.pictures import (
     file_name,
     is_path,
     is_picture,

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.classes import ClassQuestion, LabelQuestion
-from captum_ssm.explanation.make.inputs import Text, numbered, read_texts
-from captum_ssm.explanation.make.kinds import Kind, Task
-from captum_ssm.explanation.make.places import PlacesQuestion
-from captum_ssm.explanation.make.questions import Setup, Steps, TextSetup, per_example
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.make.inputs.parse_inputs import Text, numbered, read_texts
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
+from captum_ssm.explanation.make.questions.base import Setup, Steps, TextSetup, per_example
+from captum_ssm.explanation.make.questions.classes import ClassQuestion, LabelQuestion
+from captum_ssm.explanation.make.questions.kinds import Kind, Task
+from captum_ssm.explanation.make.questions.places import PlacesQuestion
+from captum_ssm.explanation.make.questions.texts import TextQuestion
 
 
 class Answerable(Protocol):

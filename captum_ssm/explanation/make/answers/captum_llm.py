@@ -12,8 +12,8 @@ from torch import Tensor
 
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.capture import is_model, unwrap
-from captum_ssm.explanation.make.continuation import Continued, check_attr_target
-from captum_ssm.explanation.make.trace import trace
+from captum_ssm.explanation.make.answers.continuation import Continued, check_attr_target
+from captum_ssm.explanation.make.answers.trace import trace
 from captum_ssm.utils.vocabulary import require_known, unknown_in_prompt
 
 

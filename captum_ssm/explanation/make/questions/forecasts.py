@@ -13,8 +13,8 @@ from torch import Tensor
 
 from captum_ssm.errors import TargetError
 from captum_ssm.explanation import Answer, Contrast, Output
-from captum_ssm.explanation.make.questions import TOP, Questions
-from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.make.questions.base import TOP, Questions
+from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.utils.integers import as_index
 
 Place = tuple[int, ...]

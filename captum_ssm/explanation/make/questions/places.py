@@ -12,12 +12,12 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.classes import questions_of
-from captum_ssm.explanation.make.explained import explained_text
-from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.questions import Choices, Questions, Setup, Steps, TextSetup
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
+from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup, Steps, TextSetup
+from captum_ssm.explanation.make.questions.classes import questions_of
+from captum_ssm.explanation.make.questions.explained import explained_text
+from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
 from captum_ssm.utils.integers import as_index
 

@@ -15,8 +15,8 @@ from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.capture.check_inputs import as_ids
 from captum_ssm.capture.span_target import SCORES
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.rows import Asked, Question, rows
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.relevance.rows import Asked, Question, rows
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.utils.integers import as_index
 
 # Options of ``attribute`` that the continuation sets.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.reading import TokenizedText, read
+from captum_ssm.explanation.make.inputs.reading import TokenizedText, read
 
 # Characters of private use stand for a message's content while the template is read.
 MARK = "\ue000{}\ue001"

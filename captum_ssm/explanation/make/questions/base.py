@@ -13,11 +13,11 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
-from captum_ssm.explanation.make.answers import AskedAnswer, WholeAnswer
-from captum_ssm.explanation.make.removal import Replacement
-from captum_ssm.explanation.make.rows import Asked, Question, Rows, RowSource
-from captum_ssm.explanation.make.run import Run
-from captum_ssm.explanation.make.validate import validated
+from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
+from captum_ssm.explanation.make.relevance.removal import Replacement
+from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows, RowSource
+from captum_ssm.explanation.make.relevance.run import Run
+from captum_ssm.explanation.make.relevance.validate import validated
 from captum_ssm.explanation.parts import NEXT
 from captum_ssm.utils.memory import memory_limit as limit_memory
 from captum_ssm.utils.memory import require

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from captum_ssm.explanation import Validation
-from captum_ssm.explanation.make.removal import Parts, Replacement, is_causal, patches
-from captum_ssm.explanation.make.rows import Question
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.relevance.removal import Parts, Replacement, is_causal, patches
+from captum_ssm.explanation.make.relevance.rows import Question
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.metrics.perturbation import WHOLE, flipping
 
 RANDOM = 16  # random orders

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.arrays import may_be_text
-from captum_ssm.explanation.make.reading import TokenizedText, read, read_ids, read_pair
+from captum_ssm.explanation.make.inputs.arrays import may_be_text
+from captum_ssm.explanation.make.inputs.reading import TokenizedText, read, read_ids, read_pair
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import unknown_words

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
-from captum_ssm.explanation.make.run import OneInput, Run, batches, joined
+from captum_ssm.explanation.make.relevance.run import OneInput, Run, batches, joined
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.watch_modules import watch_modules
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.explained import explained_text
-from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.labels import class_of
-from captum_ssm.explanation.make.observed import Look, Seen
-from captum_ssm.explanation.make.questions import Questions, Setup, Steps, TextSetup
-from captum_ssm.explanation.make.reading import TokenizedText, positions_in
+from captum_ssm.explanation.make.inputs.reading import TokenizedText, positions_in
+from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, TextSetup
+from captum_ssm.explanation.make.questions.explained import explained_text
+from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.questions.labels import class_of
+from captum_ssm.explanation.make.questions.observed import Look, Seen
 from captum_ssm.explanation.parts import LABEL
 
 

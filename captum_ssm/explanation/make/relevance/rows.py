@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import SpanTarget, TokenAttribution
 from captum_ssm.capture import resolve_model
-from captum_ssm.explanation.make.run import OneInput, Run, batches, joined
+from captum_ssm.explanation.make.relevance.run import OneInput, Run, batches, joined
 from captum_ssm.utils.progress import progress
 
 
@@ -122,8 +122,8 @@ def rows(
 
     It is zero after the token that is explained. With it come the deltas ``(R,)`` of a method that
     adds up, else None. At most ``step`` rows are computed at a time; None is as many as fit a batch
-    (:func:`~captum_ssm.explanation.make.run.batches`). A name for ``what`` switches on the progress
-    bar.
+    (:func:`~captum_ssm.explanation.make.relevance.run.batches`). A name for ``what`` switches on
+    the progress bar.
 
     Raises:
         PaddingIsReadError: where a model reads what texts of a batch are padded with.

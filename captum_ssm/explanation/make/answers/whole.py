@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Output, Token
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.rows import Asked, Question, RowSource
-from captum_ssm.explanation.make.run import Run
-from captum_ssm.explanation.make.trace import Trace, ends_of, trace, trace_rows
+from captum_ssm.explanation.make.answers.trace import Trace, ends_of, trace, trace_rows
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
+from captum_ssm.explanation.make.relevance.rows import Asked, Question, RowSource
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import PART, RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
 from captum_ssm.utils.integers import as_index

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from captum_ssm.attr import FlowGraph, RelevanceFlow
 from captum_ssm.explanation import Answer, Output, Token
-from captum_ssm.explanation.make.questions import FAILS, Questions
-from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.make.questions.base import FAILS, Questions
+from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import NEXT, PART
 from captum_ssm.interventions import circuit
 from captum_ssm.utils.progress import progress

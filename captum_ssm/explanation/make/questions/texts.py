@@ -12,13 +12,8 @@ from torch import Tensor
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.answers import AskedAnswer, WholeAnswer
-from captum_ssm.explanation.make.explained import explained_text
-from captum_ssm.explanation.make.kinds import Task
-from captum_ssm.explanation.make.lens import Lens
-from captum_ssm.explanation.make.observed import FirstRun, Look
-from captum_ssm.explanation.make.questions import Questions, Setup, Steps, TextSetup
-from captum_ssm.explanation.make.reading import (
+from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
+from captum_ssm.explanation.make.inputs.reading import (
     TokenizedText,
     answer_text,
     between,
@@ -27,7 +22,12 @@ from captum_ssm.explanation.make.reading import (
     read,
     read_ids,
 )
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, TextSetup
+from captum_ssm.explanation.make.questions.explained import explained_text
+from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.questions.lens import Lens
+from captum_ssm.explanation.make.questions.observed import FirstRun, Look
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import require_known
 

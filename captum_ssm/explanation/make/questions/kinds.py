@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits, input_embeddings, parameter_names
-from captum_ssm.explanation.make.labels import configured, names_of
-from captum_ssm.explanation.make.observed import FirstRun, Observed, observed, places_of
-from captum_ssm.explanation.make.questions import SOFTMAX
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
+from captum_ssm.explanation.make.questions.base import SOFTMAX
+from captum_ssm.explanation.make.questions.labels import configured, names_of
+from captum_ssm.explanation.make.questions.observed import FirstRun, Observed, observed, places_of
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.utils.nested import first_of
 

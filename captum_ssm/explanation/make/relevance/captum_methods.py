@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from captum_ssm.capture import is_model, unwrap
 from captum_ssm.capture.model import input_embeddings
-from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement, is_causal
-from captum_ssm.explanation.make.rows import Asked, Question, Rows
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.relevance.removal import SPECIAL, Parts, Replacement, is_causal
+from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import LaTIM
 from captum_ssm.explanation import Example, Maps, Span
-from captum_ssm.explanation.make.circuits import circuits
-from captum_ssm.explanation.make.questions import Questions, Setup, Steps, to_numpy
-from captum_ssm.explanation.make.reading import TokenizedText
-from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.make.inputs.reading import TokenizedText
+from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, to_numpy
+from captum_ssm.explanation.make.questions.circuits import circuits
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.units import lines, named, sentences, within, words
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
