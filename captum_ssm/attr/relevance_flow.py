@@ -308,7 +308,16 @@ class RelevanceFlow(MambaLRP):
         if balanced:
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]
-        return RelevanceEdges(layers, score.detach(), relevance, nodes, steps, rule, formulation)
+        return RelevanceEdges(
+            layers,
+            score.detach(),
+            relevance,
+            nodes,
+            steps,
+            rule,
+            formulation,
+            _kind_of_score(arguments.target),
+        )
 
 
 def _check_formulation(formulation: str) -> None:
@@ -319,6 +328,12 @@ def _check_formulation(formulation: str) -> None:
 def _arguments(inputs: Any, target: Any, extra: Any, against: Any, position: Any) -> Arguments:
     asked = target if against is None else Against(target, against)
     return Arguments(inputs, asked, extra, position)
+
+
+def _kind_of_score(target: Any) -> str:
+    if not isinstance(target, Against):
+        return "score"
+    return "contrast" if isinstance(target.foil, str) else "difference"
 
 
 def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activations]:

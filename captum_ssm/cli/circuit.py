@@ -38,6 +38,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "ids; for a classifier a class or its label. Default: what the model predicts",
     )
     parser.add_argument(
+        "--against",
+        help="Another continuation, token id or class: what is explained is the target's score "
+        "minus that of this one. Default: all other answers, by their probabilities",
+    )
+    parser.add_argument(
         "--edges",
         type=int,
         default=10,
@@ -59,9 +64,13 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output, (*DATA, *PICTURES))
     if args.edges < 0:
         raise ValueError(f"--edges is {args.edges}; expected 0 or more.")
-    asked: dict[str, Any] = {"inputs": args.text, "target": args.target}
+    asked: dict[str, Any] = {"inputs": args.text, "target": args.target, "against": args.against}
     if args.ids is not None:
-        asked = {"inputs": [numbers(args.ids, "--ids")], "target": numbers(args.target, "--target")}
+        asked = {
+            "inputs": [numbers(args.ids, "--ids")],
+            "target": numbers(args.target, "--target"),
+            "against": numbers(args.against, "--against"),
+        }
     args.model = found_model(args.model)
     check_device(args.device)
     with quiet():
@@ -89,7 +98,8 @@ def _write(found: Explanation, example: Example, path: Path) -> None:
 
 def _show(circuit: Mapping[str, Any], count: int) -> None:
     score = circuit["score"]["value"]
-    print(f"{_named(circuit['answer'])}, score {score:+.4g}, read at {_token(circuit, -1)}\n")
+    foil = f" against {_named(circuit['against'])}" if circuit.get("against") else ""
+    print(f"{_named(circuit['answer'])}{foil}, score {score:+.4g}, read at {_token(circuit, -1)}\n")
     print("Paths, by their share of the score:")
     for path in circuit["paths"]:
         print(f"  {path['share']:6.1%}  {_way(circuit, path['nodes'])}")

@@ -79,7 +79,7 @@ class _Graph:
         at, cause = self.read(int, "at"), self.read(int | None, "cause")
         self.require(0 <= at < self.T, "at", f"0 .. {self.T - 1}")
         self.require(cause is None or 0 <= cause < self.T, "cause", f"None or 0 .. {self.T - 1}")
-        for name in ("answer", "predicted"):
+        for name in ("answer", "against", "predicted"):
             self.read(str | None, name)
         relevance = self.read(tuple[float, ...], "relevance")
         is_right = len(relevance) == self.T and all(map(math.isfinite, relevance))

@@ -47,6 +47,16 @@ def test_one_circuit_per_token_of_the_target(capsys):
     assert capsys.readouterr().out.count("Paths, by their share") == 2
 
 
+def test_the_circuit_of_one_answer_against_another(capsys):
+    assert main(["circuit", "stories-qwen3next", "--text", TEXT, "--against", "brown"]) == 0
+    said = capsys.readouterr().out
+    model, tokenizer = captum_ssm.examples.load("stories-qwen3next")
+    logits = model(**tokenizer(TEXT, return_tensors="pt")).logits[0, -1]
+    yellow, brown = logits[tokenizer.convert_tokens_to_ids(["yellow", "brown"])].tolist()
+    score = float(re.search(r"'yellow' against 'brown', score (\S+), read at", said)[1])
+    assert score == pytest.approx(yellow - brown, rel=1e-3)
+
+
 def test_what_is_wrong_is_said_before_the_model_is_loaded(tmp_path, capsys):
     given = ["circuit", COPYING, "--ids", READ]
     for more, message in (

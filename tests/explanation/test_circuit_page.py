@@ -33,6 +33,11 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "weak": lambda: [
             flow_graphs.explained(flow_graphs.flow_graph(reads={2: [(15, 3, 0.1), (15, 9, 0.05)]}))
         ],
+        "foil": lambda: [
+            flow_graphs.explained(
+                graph | {"score": {"of": "difference", "value": 10.0}, "against": "brown"}
+            )
+        ],
         "own": lambda: [flow_graphs.explained(flow_graphs.flow_graph(reads={}))],
     }
 
@@ -349,6 +354,15 @@ def test_a_token_shift_is_drawn_apart(opened):
     k, share = len(drawn(tab)) - 1, sizes.cumsum() / sizes.sum() * graph["held"]
     assert f"{k} of" in tab.locator(".carried").inner_text()
     assert f"{share[k - 1]:.0%}" in tab.locator(".carried").inner_text()
+
+
+def test_the_answer_that_a_circuit_is_held_against_is_named(opened):
+    facts = opened("foil").locator(".circuit .facts").inner_text()
+    assert re.search("The score is [+]10.0, the answer.s logit minus that of “brown”[.] ", facts)
+    facts = opened("story").locator(".circuit .facts").inner_text()
+    assert re.search(
+        "The score is [+]10.0, the answer.s logit against those of the others[.] ", facts
+    )
 
 
 def test_an_answer_without_a_circuit_leads_to_one_that_has_it(opened):

@@ -42,9 +42,10 @@ def test_it_is_the_graph_of_the_method(stories, tmp_path):
     assert '"circuits":[{"tokens"' in explanation.to_html()
 
 
-def test_the_curve_is_of_runs_with_these_edges_alone(stories):
+@pytest.mark.parametrize("against", [None, "brown"])
+def test_the_curve_is_of_runs_with_these_edges_alone(against, stories):
     model, tokenizer = stories
-    (example,) = explain(model, tokenizer, TEXT, circuit=True).examples
+    (example,) = explain(model, tokenizer, TEXT, against=against, circuit=True).examples
     (found,) = example.circuits
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     answer, L, W = example.outputs[0].answers[0].id, ids.shape[1], len(found["layers"])
@@ -65,15 +66,45 @@ def test_the_curve_is_of_runs_with_these_edges_alone(stories):
     others = whole.clone()
     others[answer] = -torch.inf
     weights = others.softmax(-1)
+    if against is not None:
+        weights = torch.zeros_like(whole)
+        weights[tokenizer.convert_tokens_to_ids(against)] = 1.0
 
     def score(row):
         return float(row[answer] - weights @ row)
 
+    assert found["score"]["value"] == pytest.approx(score(whole), rel=1e-3)
     none, full = score(logits(mask(0))), score(whole)
     for k, share in found["curve"]:
         assert share == pytest.approx((score(logits(mask(k))) - none) / (full - none), abs=2e-3)
     k = found["alone"]["edges"]
     assert found["alone"]["right"] == (int(logits(mask(k)).argmax()) == answer)
+
+
+def test_it_explains_the_answer_against_the_one_that_is_asked_for(stories):
+    model, tokenizer = stories
+    explanation = explain(model, tokenizer, TEXT, against="brown", circuit=True)
+    (example,) = explanation.examples
+    (circuit,) = example.circuits
+    answer, foil = (tokenizer.convert_tokens_to_ids(word) for word in ("yellow", "brown"))
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    graph = RelevanceFlow(model).graph(ids, target=(15, answer), against=(15, foil)).to_dict()
+    assert graph["score"]["of"] == "difference"
+    for name in ("nodes", "edges", "relevance", "score"):
+        assert circuit[name] == graph[name]
+    assert (circuit["answer"], circuit["against"]) == ("yellow", "brown")
+    check_circuit(circuit)
+    # The circuit's relevance is that of the contrast which the page shows.
+    row = example.relevance["mamba-lrp"][example.outputs[0].contrasts[0].row]
+    np.testing.assert_allclose(circuit["relevance"], row[: ids.shape[1]], rtol=1e-3, atol=1e-4)
+
+
+def test_a_graph_says_what_its_score_is(stories):
+    model, tokenizer = stories
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    for against, of in (("others", "contrast"), (3, "difference"), (None, "score")):
+        graph = RelevanceFlow(model).graph(ids, target=5, against=against)
+        assert graph.of == graph.to_dict()["score"]["of"] == of
 
 
 def test_each_output_has_its_own(stories):

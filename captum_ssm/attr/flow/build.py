@@ -67,6 +67,7 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         heads=_heads(edges, chosen, example),
         positive=ranked(lambda one: one.positive)[:, example],
         score=float(edges.score[example]),
+        of=edges.of,
         relevance=_token_relevance(edges, example, nodes),
         at=(nodes[-1, example] != 0).nonzero()[:, 0].tolist(),
         total=total,

@@ -32,6 +32,8 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         steps (list of list of int): the mixers' indices, those side by side together.
         rule (str): ``"lrp"``, ``"gradient"`` or ``"integrated"``.
         formulation (str): ``"hidden"`` or ``"unified"``.
+        of (str): what the score is: that of the target, ``"score"``, its ``"contrast"`` with all
+            other answers, or its ``"difference"`` from another answer.
 
     Examples::
 
@@ -51,6 +53,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
     steps: list[list[int]] = field(repr=False)
     rule: str
     formulation: str
+    of: str
 
     def __getitem__(self, layer: str | int) -> LayerEdges:
         index = as_index(layer)

@@ -66,6 +66,8 @@ class FlowGraph:
             more maps than are worth telling.
         positive (Tensor): ``(W, L)``, all positive edges into each token.
         score (float): what is explained.
+        of (str): what the score is: that of the target, ``"score"``, its ``"contrast"`` with all
+            other answers, or its ``"difference"`` from another answer.
         relevance (Tensor): ``(L,)``, of the inputs' tokens.
         at (list of int): the output's tokens, those that the score reads.
         total (float): the size of all edges between tokens.
@@ -100,6 +102,7 @@ class FlowGraph:
     heads: list[Tensor] = field(repr=False)
     positive: Tensor = field(repr=False)
     score: float
+    of: str
     relevance: Tensor = field(repr=False)
     at: list[int]
     total: float
@@ -183,7 +186,7 @@ class FlowGraph:
             "format": FORMAT,
             "tokens": self.tokens,
             "at": self.at[-1],
-            "score": {"of": "contrast", "value": _rounded(self.score)},
+            "score": {"of": self.of, "value": _rounded(self.score)},
             "formulation": self.formulation,
             "layers": [vars(layer) for layer in self.layers],
             "relevance": [_rounded(x) for x in self.relevance.tolist()],

@@ -170,8 +170,9 @@ def explain(
             found. Default: False
         circuit (bool, optional): also keep, for the answer explained first at each output of a
             text, which token reads which other one in which layer: the flow graphs of
-            :class:`~captum_ssm.attr.RelevanceFlow`, in ``Example.circuits``. Skipped, with a note
-            in ``settings``, for models without such a graph. Default: False
+            :class:`~captum_ssm.attr.RelevanceFlow`, in ``Example.circuits``, of the answer against
+            ``against`` or else against all others. Skipped, with a note in ``settings``, for models
+            without such a graph. Default: False
         processor (Callable, optional): the image processor of the model, or a function from a
             picture to a tensor ``(C, H, W)``; it may also stand in the tokenizer's place.
             Default: None

@@ -45,7 +45,7 @@ def circuits(
         return ()
     flow = RelevanceFlow(setup.model, memory_limit=setup.memory_limit)
     found = []
-    for output, answer, question in progress(list(_asked(questions)), "circuits"):
+    for output, answer, foil, question in progress(list(_asked(questions)), "circuits"):
         # A model that predicts the next token reads nothing after it.
         read = inputs
         if output.role == NEXT and question.position is not None:
@@ -55,6 +55,7 @@ def circuits(
                 read,
                 question.place(question.answer),
                 questions.run.extra(read),
+                against="others" if foil is None else question.place(foil.id),
                 share=SHARE,
                 tokens=[token.text for token in tokens[: read.shape[1]]],
             )
@@ -65,7 +66,8 @@ def circuits(
         if len(questions.outputs) <= CURVES:
             with torch.no_grad():
                 curve = _curve(questions, read, question, graph)
-        found.append(_told(graph, output, answer, curve))
+        against = {} if foil is None else {"against": foil.text}
+        found.append(_told(graph, output, answer, curve | against))
     return tuple(found)
 
 
@@ -77,10 +79,7 @@ def _curve(
     # whether the answer comes first. Coefficients are those of the whole run.
     place = 0 if question.position is None else (0, question.position)
     whole = questions.run(read)[place].float()
-    others = whole.clone()
-    others[question.answer] = -torch.inf
-    contrast = -others.softmax(-1)
-    contrast[question.answer] = 1.0
+    contrast = _contrast(whole, question)
     names = [name for layer in graph.layers for name in layer.name.split(" + ")]
     own = [(name, t, t) for name in names for t in range(read.shape[1])]
     rows = {}
@@ -110,15 +109,35 @@ def _curve(
     return {"curve": [list(point) for point in curve], "alone": {"edges": few, "right": right}}
 
 
-def _asked(questions: Questions) -> Iterator[tuple[Output, Answer, Question]]:
+def _contrast(logits: Tensor, question: Question) -> Tensor:
+    # The weights (V,) of the logits in the score that the graph explains.
+    if question.against is None:
+        others = logits.clone()
+        others[question.answer] = -torch.inf
+        contrast = -others.softmax(-1)
+    else:
+        contrast = torch.zeros_like(logits)
+        contrast[question.against] = -1.0
+    contrast[question.answer] = 1.0
+    return contrast
+
+
+def _asked(
+    questions: Questions,
+) -> Iterator[tuple[Output, Answer, Answer | None, Question]]:
+    # At each output its answer, the one that it is held against, and what is asked of both.
     for output in questions.outputs:
         answer = output.answers[output.chosen]
-        if answer.row is not None and output.role != PART:
-            yield output, answer, questions.questions[answer.row]
+        if answer.row is None or output.role == PART:
+            continue
+        if not output.contrasts:
+            yield output, answer, None, questions.questions[answer.row]
+        for one in output.contrasts:
+            yield output, answer, output.answers[one.against], questions.questions[one.row]
 
 
 def _told(
-    graph: FlowGraph, output: Output, answer: Answer, curve: dict[str, Any]
+    graph: FlowGraph, output: Output, answer: Answer, facts: dict[str, Any]
 ) -> dict[str, Any]:
     # The page tells the path of another token than the one at which the answer is read.
     paths = graph.paths(PATHS)
@@ -130,5 +149,5 @@ def _told(
         paths=[
             {"share": path.share, "nodes": [list(node) for node in path.nodes]} for path in paths
         ],
-        **curve,
+        **facts,
     ).to_dict()

@@ -117,7 +117,8 @@ export class Flow {
     fill(this.facts,
       Boolean(larger) && [isOwn ? ["More, ", percent(larger.share), ", is what ", quoted(graph.tokens[graph.at]), " keeps of its own."]
         : ["The largest path is another: ", element("span", { class: "way" }, pathLine(graph, larger)), `, ${percent(larger.share)}.`], " "],
-      `The score is ${signed(score.value)}${score.of === "contrast" ? ", the answer’s logit against those of the others" : ""}. `,
+      `The score is ${signed(score.value)}${score.of === "contrast" ? ", the answer’s logit against those of the others" : ""}`,
+      score.of === "difference" && [", the answer’s logit minus that of ", quoted(graph.against)], ". ",
       `${count(k, "edge")} of ${graph.of.toLocaleString("en")} ${k === 1 ? "is" : "are"} drawn.`,
       differs && [" The model predicts ", quoted(graph.predicted), "."]);
     const unused = { fold: graph.depth < 4, heads: !graph.reads.some(({ heads }) => heads.length > 1) };
