@@ -28,6 +28,7 @@ from captum_ssm.capture.target import read_score, with_places
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
     is_settled,
+    reaching,
     search_anew,
     settle,
     warn_of_unknown,
@@ -211,7 +212,7 @@ class MambaLRP(TokenAttribution):
         find_unknown_mixers(request)
         model, is_new = request.module, not is_settled(request.module)
         run = partial(self._ruled, request, arguments, stand_ins)
-        rules, frozen = run(wiring=is_new)
+        rules, frozen = reaching(request, partial(run, wiring=is_new))
         made_of, known = structure([frozen.require_score().grad_fn]), known_of(model)
         is_changed = not is_settled(model, made_of)
         if is_changed and not is_new:

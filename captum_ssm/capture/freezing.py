@@ -22,7 +22,7 @@ from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.capture.substitute import FrozenDuringRun, FrozenStandIns
 from captum_ssm.capture.target import check_rows, counted_tokens, query_weights, read_score
-from captum_ssm.capture.unknown_mixers import find_unknown_mixers
+from captum_ssm.capture.unknown_mixers import find_unknown_mixers, reaching
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -83,7 +83,7 @@ def freeze(
     has_variables = any(map(request.has_variables, range(len(request.inputs))))
     through_mixers = through_mixers or has_variables
     plan = _Plan(request, position, target, gradients, through_mixers, also, wiring, substitution)
-    recording, found, made = plan.run()
+    recording, found, made = reaching(request, plan.run)
     if not plan.own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
         recording, found, made = plan.run()  # with those that were found
     mask = recording.mask

@@ -254,18 +254,22 @@ def no_graph() -> ValueError:
     )
 
 
+class NotReachedError(UnsupportedModelError):
+    """A model has mixers, and a run called none of them."""
+
+
 def split_calls(
     model: nn.Module | Envoy, calls: list[MixerCall]
 ) -> tuple[list[MixerCall], list[MixerCall]]:
     """The calls of mixers, and those of what else was recorded.
 
     Raises:
-        UnsupportedModelError: there are none of mixers.
+        NotReachedError: there are none of mixers.
     """
     mixers = [call for call in calls if find_adapter(call.module) is not None]
     if not mixers:
         known = sum(1 for _ in find_mixers(unwrap(model)))
-        raise UnsupportedModelError(
+        raise NotReachedError(
             f"forward_func did not reach any of the {known} mixers of model="
             f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
         )

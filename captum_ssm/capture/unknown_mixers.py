@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from captum_ssm.capture.check import Rebuilt, check_reconstruction
 from captum_ssm.capture.model import refuse_scripted
+from captum_ssm.capture.recording import NotReachedError
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.discovery.search import discover
@@ -24,6 +26,8 @@ from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import Copies, copied, original
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.quiet import quiet
+
+T = TypeVar("T")
 
 
 def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> bool:
@@ -190,6 +194,48 @@ def look_of(module: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__} {id(kind)}: {module} {settings} {shapes}"
 
 
+def reaching(request: Request, run: Callable[[], T]) -> T:
+    """What a run of a model returns; again with other mixers, where it called none of the known.
+
+    Some wrappers of models compute what a mixer computes by themselves, from its parts: then the
+    wrapper is the mixer.
+
+    Raises:
+        NotReachedError: nothing around the known mixers is one.
+    """
+    try:
+        return run()
+    except NotReachedError:
+        if not find_unknown_mixers(request, mixed=True):
+            raise
+        return run()
+
+
+def _called(modules: set[nn.Module], request: Request, copies: Copies) -> set[nn.Module]:
+    # Those whose copies a run calls.
+    called: set[nn.Module] = set()
+    if modules:
+        with torch.no_grad(), ExitStack() as hooks:
+            for module in modules:
+                note = partial(lambda module, *_: called.add(module), module)
+                hooks.enter_context(copies.of(module).register_forward_hook(note, prepend=True))
+            request.run()
+    return called
+
+
+@contextmanager
+def _set_aside(modules: set[nn.Module]) -> Iterator[None]:
+    # For the time of a search, these modules are no mixers.
+    before = {module: known_of(module).is_of_its_name for module in modules}
+    for module in modules:
+        known_of(module).is_of_its_name = False
+    try:
+        yield
+    finally:
+        for module, is_of_its_name in before.items():
+            known_of(module).is_of_its_name = is_of_its_name
+
+
 @repeated
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
@@ -206,12 +252,14 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
         return False
     find_namesakes(request)
     model = request.module
-    known = any(True for _ in find_mixers(model))
+    known = {module for _, module in find_mixers(model)}
     if known and (not mixed or known_of(model).is_searched):
         return False
     refuse_scripted(model)
     with quiet(), on_thrown_away(request) as (of_copies, copies):
-        adapters = _discovered(copies, of_copies.run)
+        unused = known - _called(known, of_copies, copies)
+        with _set_aside(unused):
+            adapters = _discovered(copies, of_copies.run)
     remember(adapters)
     known_of(model).is_searched, known_of(model).unknown = True, None
     return bool(adapters)

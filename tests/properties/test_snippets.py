@@ -40,7 +40,9 @@ ELSEWHERE = {
 }
 NEEDS = {
     "how_to/large_models.md": "accelerate",
+    "how_to/inseq.md": "inseq",
     "how_to/neighbors.md": "bertviz",
+    "how_to/transformer_lens.md": "transformer_lens",
     "reference/metrics.md": "accelerate",
 }
 
@@ -77,6 +79,7 @@ def run(page):
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore::captum_ssm.kernels.ExtensionWarning")
 @pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients")  # Captum's
+@pytest.mark.filterwarnings("ignore:Contrastive inputs do not match")  # inseq's, said always
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, own_registry):
     pytest.importorskip(NEEDS.get(page, "torch"))
     monkeypatch.chdir(tmp_path)
@@ -271,6 +274,16 @@ def demonstrated(names, folder):
     assert words[names["relevance"][0, :-1].argmax()] == "dogs"
 
 
+def without_the_bridge(names, folder):
+    model, _ = captum_ssm.examples.load("stories-qwen3next")
+    ids, found = names["ids"], names["relevance"]
+    truth = captum_ssm.MambaLRP(model).attribute(ids, target=int(model(ids).logits[0, -1].argmax()))
+    torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
+    maps = captum_ssm.hidden_attention(model, ids, reduction="mean")
+    for found, truth in zip(names["maps"].values(), maps.values(), strict=True):
+        torch.testing.assert_close(found, truth, atol=1e-6, rtol=1e-4)
+
+
 CHECKS = {
     "README": demonstrated,
     "getting_started": started,
@@ -285,4 +298,5 @@ CHECKS = {
     "long_sequences": of_shape,
     "padding_and_positions": as_alone,
     "segmentation": segmented,
+    "transformer_lens": without_the_bridge,
 }
