@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from captum_ssm.mixers import MixerCall
 from captum_ssm.utils.nested import tensors_in
 from captum_ssm.utils.offload import weights_loaded
+from captum_ssm.utils.signatures import signature
 
 _EPS = re.compile("(.*_)?eps(ilon)?")
 _ROUNDINGS = 4  # as many may add up in a norm's own arithmetic
@@ -90,7 +90,7 @@ def first_input(call: MixerCall) -> Tensor:
     """
     tensors = [a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a)]
     x = tensors[0].to(call.dtype)
-    if "residual" not in inspect.signature(type(call.module).forward).parameters:
+    if "residual" not in signature(type(call.module).forward).parameters:
         return x
     residual = call.arguments.get("residual")
     return x + residual.to(x) if torch.is_tensor(residual) else x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.utils.signatures import signature
 
 if TYPE_CHECKING:
     from nnsight import Envoy
@@ -112,7 +112,7 @@ def parameter_names(model: nn.Module) -> list[str]:
     # Of the class: while a model is traced its modules carry another forward. A readout takes those
     # of the model that it reads.
     model = getattr(model, "arguments_of", model)
-    return list(inspect.signature(type(model).forward).parameters)[1:]
+    return list(signature(type(model).forward).parameters)[1:]
 
 
 def input_embeddings(model: nn.Module) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from inspect import Parameter
@@ -21,6 +20,7 @@ from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in
 from captum_ssm.utils.offload import weights_loaded
+from captum_ssm.utils.signatures import signature
 from captum_ssm.utils.watch_modules import watch_modules
 
 # What a module raises, or an adapter or a variant of one, that a call does not fit.
@@ -366,13 +366,13 @@ def bound_arguments(
     for cls in type(module).__mro__:
         if "forward" not in vars(cls):
             continue
-        signature = inspect.signature(vars(cls)["forward"])
+        taken = signature(vars(cls)["forward"])
         try:
-            named = dict(signature.bind(module, *args, **kwargs).arguments)
+            named = dict(taken.bind(module, *args, **kwargs).arguments)
         except TypeError:  # the arguments do not fit this class's forward
             continue
         unnamed = 0
-        for name, parameter in signature.parameters.items():
+        for name, parameter in taken.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
                 named.update(named.pop(name, {}))
             elif parameter.kind is Parameter.VAR_POSITIONAL:

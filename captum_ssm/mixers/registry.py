@@ -57,6 +57,8 @@ class Known:
 
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 _NOTHING = Known()
+# All that a class may be registered by: modules are looked up many times in each run.
+_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 # Packages that are what they are called. People keep copies of others, such as mamba_ssm, under the
 # same name, in which a class computes something else.
 _PACKAGES = ("captum_ssm", "fla", "transformers")
@@ -163,13 +165,18 @@ def find_adapter(module: nn.Module) -> Freeze | None:
 
 def _registered(module: nn.Module) -> Freeze | None:
     # The adapter of the module's own class, or of the nearest base of it.
-    for cls in type(module).__mro__:
+    cls = type(module)
+    names = _NAMES.get(cls)
+    if names is None:
+        names = _NAMES[cls] = tuple(_names(cls))
+    return next((_REGISTRY[name] for name in names if name in _REGISTRY), None)
+
+
+def _names(kind: type) -> Iterator[str]:
+    # The names that a class may be registered by, then those of its bases.
+    for cls in kind.__mro__:
         parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
-        for start in range(len(parts)):
-            freeze = _REGISTRY.get(".".join(parts[start:]))
-            if freeze is not None:
-                return freeze
-    return None
+        yield from (".".join(parts[start:]) for start in range(len(parts)))
 
 
 def may_be_namesake(module: nn.Module) -> bool:

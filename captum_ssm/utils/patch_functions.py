@@ -7,7 +7,6 @@ original.
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from captum_ssm.utils.blocks import contextmanager, undo
+from captum_ssm.utils.signatures import signature
 
 # Takes the function, one with its own body, and the arguments of a call.
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]
@@ -66,7 +66,7 @@ class _Exchange:
         """Give the function the other body."""
         # Models ask functions which arguments they take; the other body takes any.
         if not self.is_signed:
-            vars(self.function)["__signature__"] = inspect.signature(self.original)
+            vars(self.function)["__signature__"] = signature(self.function)
         consts = tuple(
             self if const == "the exchange" else const for const in _stub.__code__.co_consts
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import gc
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -34,6 +33,7 @@ from captum_ssm.utils.blocks import contextmanager, undo
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.patch_functions import own_codes, patched_functions
+from captum_ssm.utils.signatures import signature
 
 # The last two stand for the products and the loops at all places in the code.
 _BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product, token_loop)
@@ -77,7 +77,7 @@ class FunctionCall:
         """The arguments by parameter name, defaults included."""
         if not isinstance(self.function, FunctionType):
             return dict(zip(_ATTENTION, self.args, strict=False)) | self.kwargs
-        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound = signature(self.function).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -85,7 +85,7 @@ class FunctionCall:
         """This call with some of its arguments changed, by parameter name."""
         if not isinstance(self.function, FunctionType):
             return replace(self, args=(), kwargs=self.arguments | changed)
-        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound = signature(self.function).bind(*self.args, **self.kwargs)
         bound.arguments.update(changed)
         return replace(self, args=bound.args, kwargs=bound.kwargs)
 
