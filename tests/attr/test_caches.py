@@ -117,7 +117,7 @@ def test_rwkv_of_one_token_mixes_the_examples_of_a_batch(method):
     model, text = build("rwkv"), ids(2, P + 1)
     cache = filled(model, text[:, :P])
     assert model(text[:, P:], **copy.deepcopy(cache)).logits.shape[:2] == (2, 2)
-    with pytest.raises(ValueError, match="attention .*is given .* and returns .*expected"):
+    with pytest.raises(ValueError, match=r"attention .*is given .* and returns .*expected"):
         method(model).attribute(text[:, P:], target=TARGET, additional_forward_args=cache)
     alone = {"state": [x[:1] for x in cache["state"]]}
     found, _, _ = explained(model, text[:1, P:], alone)
