@@ -29,7 +29,6 @@ from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
     is_settled,
     reaching,
-    search_anew,
     settle,
     warn_of_unknown,
 )
@@ -217,10 +216,9 @@ class MambaLRP(TokenAttribution):
         is_changed = not is_settled(model, made_of)
         if is_changed and not is_new:
             # Its graph is made of something that was not there before.
-            search_anew(model)
             rules, frozen = run(wiring=True)
         # Scans that no mixer is known of have to be frozen too.
-        if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
+        if find_unknown_mixers(request, between=frozen.wiring):
             rules, frozen = run(wiring=True)
         # What a method of maps has looked at already is known.
         if is_changed and not (is_new and known.honest):

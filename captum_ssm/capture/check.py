@@ -161,6 +161,17 @@ class _Own(torch.autograd.Function):
         return grad, None
 
 
+def _check_size(call: MixerCall, rebuilt: Tensor) -> None:
+    # A mixer of images may return (B, H, W, E), which is as many numbers.
+    output = call.output
+    if output.numel() != rebuilt.numel():
+        raise ReconstructionError(
+            f"{call.path} ({type(call.module).__name__}) is given tokens (B, L, E) = "
+            f"{(*call.given_tokens().shape,)} and returns {(*output.shape,)}; expected "
+            f"{(*rebuilt.shape,)}, one token for each. If it mixes examples, explain one at a time."
+        )
+
+
 class Errors(NamedTuple):
     """The largest relative errors of all examples.
 
@@ -206,6 +217,7 @@ class Deviation:
     @torch.no_grad()
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
         """That of ``rebuilt`` from the output of ``call``, and from what was projected to it."""
+        _check_size(call, rebuilt.output)
         found = [_norms(rebuilt.output, call.output)]
         if rebuilt.projected is not None:
             found.append(_norms(*rebuilt.projected))

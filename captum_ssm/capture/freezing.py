@@ -84,7 +84,7 @@ def freeze(
     through_mixers = through_mixers or has_variables
     plan = _Plan(request, position, target, gradients, through_mixers, also, wiring, substitution)
     recording, found, made = reaching(request, plan.run)
-    if not plan.own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
+    if not plan.own_graph and find_unknown_mixers(request, between=found):
         recording, found, made = plan.run()  # with those that were found
     mask = recording.mask
     if found.rows is not None:

@@ -26,6 +26,7 @@ from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import Copies, copied, original
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.quiet import quiet
+from captum_ssm.wiring.wiring import Wiring
 
 T = TypeVar("T")
 
@@ -46,11 +47,6 @@ def settle(model: nn.Module, structure: frozenset[Any]) -> None:
     """Let :func:`is_settled` know that a graph was measured, and searched if tokens are mixed."""
     known = known_of(model)
     known.made_of = structure if known.made_of is None else known.made_of | structure
-
-
-def search_anew(model: nn.Module) -> None:
-    """Let a model be searched again: its graph is made of something new."""
-    known_of(model).is_searched = False
 
 
 def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
@@ -206,7 +202,7 @@ def reaching(request: Request, run: Callable[[], T]) -> T:
     try:
         return run()
     except NotReachedError:
-        if not find_unknown_mixers(request, mixed=True):
+        if request.remote or not repeated(_search)(request):
             raise
         return run()
 
@@ -237,13 +233,13 @@ def _set_aside(modules: set[nn.Module]) -> Iterator[None]:
 
 
 @repeated
-def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
+def find_unknown_mixers(request: Request, *, between: Wiring | None = None) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
     Args:
         request (Request): what to run.
-        mixed (bool, optional): whether tokens are mixed between the known mixers, so that a model
-            that has some is searched too, once. Default: False
+        between (Wiring, optional): that of the known mixers. Where it is mixed, a model that has
+            some is searched too, once for what its graph is made of. Default: None
 
     Returns:
         bool: whether any were found.
@@ -251,15 +247,23 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     if request.remote:
         return False
     find_namesakes(request)
-    model = request.module
-    known = {module for _, module in find_mixers(model)}
-    if known and (not mixed or known_of(model).is_searched):
+    known, made_of = known_of(request.module), frozenset() if between is None else between.structure
+    is_mixed = between is not None and between.is_mixed
+    has_mixers = any(True for _ in find_mixers(request.module))
+    if has_mixers and (not is_mixed or made_of <= known.searched):
         return False
-    refuse_scripted(model)
+    return _search(request, made_of)
+
+
+def _search(request: Request, made_of: frozenset[Any] = frozenset()) -> bool:
+    # Whether mixers are found in what a run calls; those that it does not call are none.
+    refuse_scripted(request.module)
+    mixers = {module for _, module in find_mixers(request.module)}
     with quiet(), on_thrown_away(request) as (of_copies, copies):
-        unused = known - _called(known, of_copies, copies)
+        unused = mixers - _called(mixers, of_copies, copies)
         with _set_aside(unused):
             adapters = _discovered(copies, of_copies.run)
     remember(adapters)
-    known_of(model).is_searched, known_of(model).unknown = True, None
+    known = known_of(request.module)
+    known.searched, known.unknown = known.searched | made_of, None
     return bool(adapters)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -47,23 +47,39 @@ class MeasuredAdapter:
     Args:
         functions (frozenset of Callable): the scan functions that the module called.
         channels (int, optional): the axis of the channels in its tokens. Default: -1
+        is_partly (bool, optional): whether only its scans and their orders could be measured.
+            Default: False
     """
 
     functions: frozenset[Callable[..., Any]]
     channels: int = -1
+    is_partly: bool = False
     known: ClassVar[str] = "measured"
 
     def __call__(self, call: MixerCall) -> FrozenMixer:
         """The frozen mixer of a recorded call; of the same one again, inside of :func:`shared`."""
         mixers = _SHARED.get()
         if mixers is None:
-            return freeze_measured(call, self.functions)
+            return self._measured(call)
         recorded = detached((call.args, call.kwargs, call.result))
         of_module = mixers.setdefault(call.module, [])
         mixer = next((mixer for known, mixer in of_module if same_values(known, recorded)), None)
         if mixer is None:
-            mixer = freeze_measured(call, self.functions)
+            mixer = self._measured(call)
             of_module.append((recorded, mixer))
+        return mixer
+
+    def _measured(self, call: MixerCall) -> FrozenMixer:
+        # A module may call other scans for more tokens, such as those of whole blocks: where those
+        # that it is known for do not explain it as they did, all functions are looked at.
+        used: set[Callable[..., Any]] = set()
+        try:
+            return freeze_measured(call, self.functions, partly=self.is_partly)
+        except UnsupportedModelError:
+            mixer = freeze_measured(call, used=used)
+        functions = self.functions.union(used)
+        is_partly = isinstance(mixer, FrozenRecurrence)
+        known_of(call.module).adapter = replace(self, functions=functions, is_partly=is_partly)
         return mixer
 
 
@@ -205,7 +221,8 @@ def discover(
     for module, trial in trials.chosen.items():
         if module not in inside:
             called = (functions.get(part, set()) for part in module.modules())
-            adapters[module] = MeasuredAdapter(trials.also.union(*called), trial.channels)
+            functions_of = trials.also.union(*called)
+            adapters[module] = MeasuredAdapter(functions_of, trial.channels, not trial.is_whole)
             whole.update(module.modules() if trial.is_whole else ())
     like = {
         kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)

@@ -36,9 +36,14 @@ def measured(
 ) -> Measurement:
     """Make a call for its memory, where ``owned`` is not counted, and once more for its time.
 
+    It is made once before: the first look at a model is no part of what a call takes.
+
     A token axis has ``tokens`` entries, of a sequence that is ``stretch`` times longer.
     """
     ignored = {_storage(t) for t in owned}
+    # Metered too: attention runs by other operations then, which are looked at anew.
+    with _Meter(ignored, tokens, stretch):
+        call()
     with _Meter(ignored, tokens, stretch) as meter:
         result = call()
     tensors = {_storage(t): t for t in tensors_in(result)}

@@ -28,8 +28,8 @@ class Known:
             where that was taken for the class by its name alone; None before they are compared.
             Default: None
         miss (str, optional): why it was not taken for a mixer. Default: ""
-        is_searched (bool, optional): whether its unknown mixers, if it has any, were found between
-            known ones. Default: False
+        searched (frozenset, optional): what its graphs are made of between whose mixers unknown
+            ones were looked for. Default: frozenset()
         made_of (frozenset, optional): what its graphs are made of in which nothing is left to be
             searched for. Default: None
         unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
@@ -46,7 +46,7 @@ class Known:
     adapter: Freeze | None = None
     is_of_its_name: bool | None = None
     miss: str = ""
-    is_searched: bool = False
+    searched: frozenset[Any] = frozenset()
     made_of: frozenset[Any] | None = None
     unknown: str | None = None
     honest: frozenset[Any] = frozenset()

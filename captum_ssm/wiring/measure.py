@@ -55,12 +55,15 @@ def measure(
     cuts.measuring = True
     try:
         graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
-        return _measured(graph, OutputReads(graph, at))
+        wiring = _measured(graph, OutputReads(graph, at))
     except UnsupportedModelError as error:
         count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
-        return replace(sequence(count, tokens), refused=str(error))
+        wiring = replace(sequence(count, tokens), refused=str(error))
     finally:
         cuts.measuring = False
+    ends = [*(port.entry for port in cuts.ports), end]
+    nodes = (point.edge.node for point in ends if point is not None)
+    return replace(wiring, structure=structure(nodes, is_cut=True))
 
 
 def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
@@ -87,7 +90,6 @@ def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
     output += tuple(
         (graph.step_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
     )
-    ends = [*graph.entries.values(), readout.output]
     return Wiring(
         steps,
         output,
@@ -100,7 +102,6 @@ def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
         held=held,
         past=said,
         rows=readout.rows(),
-        structure=structure((point.edge.node for point in ends if point is not None), is_cut=True),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from families import DELTA_FAMILIES, KDA_FAMILIES, SPECS, TRANSFORMERS_4, build
+from methods import each_method
 from models import ids, without_biases
 from torch import Tensor, nn
 
@@ -108,6 +109,20 @@ def test_rwkv_takes_its_list_of_states():
     with torch.no_grad():
         score = model(text).logits[:, -1, TARGET]
     torch.testing.assert_close(found.sum(1) + total(states) + delta, score, rtol=1e-4, atol=1e-5)
+
+
+@each_method
+def test_rwkv_of_one_token_mixes_the_examples_of_a_batch(method):
+    # In transformers the states (B, E) are added to tokens (B, 1, E), which makes (B, B, E).
+    model, text = build("rwkv"), ids(2, P + 1)
+    cache = filled(model, text[:, :P])
+    assert model(text[:, P:], **copy.deepcopy(cache)).logits.shape[:2] == (2, 2)
+    with pytest.raises(ValueError, match=r"attention .*is given .* and returns .*expected"):
+        method(model).attribute(text[:, P:], target=TARGET, additional_forward_args=cache)
+    alone = {"state": [x[:1] for x in cache["state"]]}
+    found, _, _ = explained(model, text[:1, P:], alone)
+    whole = MambaLRP(model).attribute(text[:1], TARGET)
+    torch.testing.assert_close(found, whole[:, P:], rtol=1e-3, atol=1e-5)
 
 
 def test_the_cache_stays_as_it_was_and_an_empty_one_is_none():

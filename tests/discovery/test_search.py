@@ -1,5 +1,6 @@
 """Mixers whose scan is written out in a loop, or runs in a kernel that an adapter reproduces."""
 
+import copy
 import time
 
 import pytest
@@ -8,7 +9,7 @@ from frozen import assert_shows_what_is_read, recorded
 from models import randomize
 from torch import nn
 from torch.nn import functional as F
-from wild import Kernel, tokens
+from wild import Kernel, Mixer, Stack, TwoBranches, tokens
 
 from captum_ssm import (
     LaTIM,
@@ -639,3 +640,36 @@ def test_a_projection_of_images_by_another_name_for_linear():
         assert method(model).attribute(x, **options).shape == x.shape
     with pytest.raises(UnsupportedModelError, match="does not add to a residual stream"):
         LaTIM(model).attribute(x, target=1)
+
+
+class OfBlocks(TwoBranches):
+    """Attention next to the scan, for texts of whole blocks alone."""
+
+    def mixed(self, u):
+        return super().mixed(u) if u.shape[1] >= 4 else Mixer.mixed(self, u)
+
+
+class AttendsToBlocks(nn.Module):
+    """Softmax attention, for texts of whole blocks alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out_proj = nn.Linear(6, 18), nn.Linear(6, 6)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if x.shape[1] >= 4:
+            v = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(v.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kinds", [(OfBlocks, OfBlocks), (Mixer, AttendsToBlocks)])
+@pytest.mark.parametrize("method", [LaTIM, MambaRollout, MambaLRP])
+def test_what_a_short_text_does_not_show_is_looked_for_in_a_longer_one(kinds, method):
+    torch.manual_seed(0)
+    model, text = Stack(*(kind() for kind in kinds)).eval(), tokens(1, 9)
+    expected = method(copy.deepcopy(model)).attribute(text, position=8, target=(8, 1))
+    for length in (2, 9):
+        last = length - 1
+        found = method(model).attribute(text[:, :length], position=last, target=(last, 1))
+    torch.testing.assert_close(found, expected)

@@ -10,7 +10,14 @@ from fla.ops.log_linear_attn.naive import naive_log_linear_attn
 from fla.ops.stickbreaking_attn.naive import naive_stickbreaking_attn
 from models import ids
 
-from captum_ssm import LaTIM, MambaLRP, UnsupportedModelError, hidden_attention, supported
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    UnsupportedModelError,
+    hidden_attention,
+    supported,
+)
 from captum_ssm.discovery.scans import Scan, ScanCalls, intercepted
 
 pytestmark = [
@@ -46,6 +53,18 @@ def test_a_layer_with_a_branch_next_to_its_scan_is_explained_by_every_method():
     found = supported(build("RodimusAttention"), ids(1, 9), target=3)
     assert found.mixers[0].error < 1e-5
     assert set(found.methods.values()) == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("recurrences")
+def test_blocks_that_a_short_text_does_not_fill_are_seen_in_a_longer_one():
+    name, found = "NativeSparseAttention", []
+    for lengths in ((9,), (2, 9)):
+        model = build(name)
+        for length in lengths:
+            row = MambaRollout(model).attribute(ids(1, length))
+        found.append(row)
+    torch.testing.assert_close(*found)
 
 
 NOT_WHOLE = {

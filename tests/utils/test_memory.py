@@ -114,6 +114,15 @@ def test_estimates_grow_as_the_work_does(short_calls: None) -> None:
     assert str(whole[1]).startswith("returns 64.0 MiB, works in ")
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("jamba", marks=pytest.mark.slow)])
+def test_the_first_look_at_a_model_is_no_part_of_an_estimate(
+    family: str, ids: torch.Tensor, tiny_calls: None
+) -> None:
+    method = MambaLRP(build(family))
+    first, second = (estimate(method, ids.repeat(1, 10), target=3) for _ in range(2))
+    assert first == second
+
+
 @pytest.mark.parametrize("method", ["rollout", MambaRollout, lambda x: x, partial(print, 3)])
 def test_an_estimate_is_of_a_method(method: object, ids: torch.Tensor) -> None:
     with pytest.raises(TypeError, match=r"method is .*; expected a method such as MambaRollout"):
