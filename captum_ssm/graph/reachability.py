@@ -113,9 +113,12 @@ class SegmentGraph:
         """The leaves that a tensor reads by way of no other."""
         return self._named(self._bits(edge))
 
-    def joints(self, root: Point, entry: Point) -> Joints:
-        """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
-        before = nodes_before([entry.edge.node], self._ends)
+    def joints(self, root: Point, entries: Sequence[Point]) -> Joints:
+        """Where the graph before ``root`` joins that before ``entries``, earlier points.
+
+        The last of them is the one whose tokens count.
+        """
+        before = nodes_before([entry.edge.node for entry in entries], self._ends)
         found, direct = dict[GradientEdge, set[Node]](), 0
         for _, edge in edges_before(root.edge.node, self._ends, lambda one: one.node not in before):
             if edge.node in self._ends:
@@ -125,7 +128,7 @@ class SegmentGraph:
         stream = [
             edge
             for edge in found
-            if _times_finer(edge, entry.tokens) <= 1
+            if _times_finer(edge, entries[-1].tokens) <= 1
             and not any(edge.node in known for o, known in found.items() if o.node is not edge.node)
         ]
         past = [edge for edge in found if edge not in stream]

@@ -202,9 +202,14 @@ class Skips:
         return Again(read, last, first, way, every, all(side.is_factor for side in mine))
 
     def _joints(self, i: int, j: int) -> Joints | None:
-        # Where what goes around j joins on the way to i.
-        root, entry = self.graph.entries[i], self.graph.entries.get(j)
-        return None if root is None or entry is None else self.graph.cut.joints(root, entry)
+        # Where what goes around j joins on the way to i. It may go around mixers before j too, with
+        # which j is in series in one branch.
+        graph, root = self.graph, self.graph.entries[i]
+        earlier = [graph.entries[k] for k in range(j + 1) if graph.is_same_grid(k, j)]
+        entries = [entry for entry in earlier if entry is not None]
+        if root is None or graph.entries.get(j) is None:
+            return None
+        return graph.cut.joints(root, entries)
 
     def _leads(self, found: Iterable[int]) -> set[int]:
         # An input may be left out, where it is known which token is which patch.

@@ -300,7 +300,7 @@ class TokenMaps:
         )
         held = gathered(root, graph.exits[j], graph.batch)
         stream = [one.point for one in held if one.is_in_place][-1]
-        found, way = graph.cut.joints(root, stream), TokenWeights(root, stream, graph.batch)
+        found, way = graph.cut.joints(root, [stream]), TokenWeights(root, stream, graph.batch)
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
         if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
             raise unclear

@@ -15,6 +15,8 @@ from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
 from captum_ssm.wiring import mixing_test
 
 FEW = range(30)
+# Two mixers in series in one branch, after a mixer of some tokens, and after a token more.
+BRANCHES = [212, 362]
 MANY = range(30, 400)
 
 
@@ -76,6 +78,10 @@ def check_sums(seeds) -> None:
 def test_rollouts(width, monkeypatch):
     monkeypatch.setattr(mixing_test, "_WIDE", width)
     assert check_rollouts(FEW[width // 256 :: 2]) < 0.2
+
+
+def test_a_stream_goes_around_branches_on_a_new_grid():
+    check_rollouts(BRANCHES)
 
 
 def test_relevance_adds_up_to_the_score():
