@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         continuation_relevance,
     )
     from captum_ssm.explanation.make.answers.trace import Trace, trace, trace_rows
-    from captum_ssm.explanation.make.dataset import ExplainBatches, explain_dataset
+    from captum_ssm.explanation.make.dataset import ExplainBatches, ServedLog, explain_dataset
     from captum_ssm.explanation.make.served import replay
     from captum_ssm.inspection.cost import Estimate, estimate
     from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
@@ -77,6 +77,7 @@ __all__ = [
     "ReconstructionError",
     "RelevanceFlow",
     "SSMLLMAttribution",
+    "ServedLog",
     "Support",
     "TargetError",
     "Trace",
@@ -100,7 +101,7 @@ __all__ = [
 # The module of each name; those of the attribution methods are in attr.
 _MODULES = {
     **dict.fromkeys(("Estimate", "estimate"), "inspection.cost"),
-    **dict.fromkeys(("ExplainBatches", "explain_dataset"), "explanation.make.dataset"),
+    **dict.fromkeys(("ExplainBatches", "ServedLog", "explain_dataset"), "explanation.make.dataset"),
     **dict.fromkeys(("InputError", "ReconstructionError"), "errors"),
     **dict.fromkeys(("TargetError", "UnsupportedModelError"), "errors"),
     **dict.fromkeys(("Trace", "trace", "trace_rows"), "explanation.make.answers.trace"),

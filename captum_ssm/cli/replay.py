@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,13 @@ from captum_ssm.cli.loading import (
 from captum_ssm.cli.options import method_named
 from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, visible
+from captum_ssm.explanation.make.recorded import BOUND
 from captum_ssm.explanation.make.relevance.methods import ALL, method_names
 from captum_ssm.explanation.make.served import replay
-from captum_ssm.explanation.make.served.front import BOUND
+from captum_ssm.explanation.make.served.log import log_entries, with_requests
+from captum_ssm.explanation.replayed import Replay
 
 TOP = 5  # tokens of which differences are printed
-STREAM, DONE = "data:", "[DONE]"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +39,27 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="What vLLM or a server with OpenAI's API recorded: JSON, or one record per line "
         "(.jsonl), also an output file of a batch.",
     )
+    add_served(parser)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        type=method_named,
+        choices=[*method_names(), ALL],
+        metavar="METHOD",
+        default=["mamba-lrp"],
+        help=f"One or several of {listed(method_names())}, or all. Default: mamba-lrp",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="Where to write a page (.html), the data (.json) or a table (.csv).",
+    )
+    add_loading(parser)
+
+
+def add_served(parser: argparse._ActionsContainer) -> None:
+    """The arguments that say how what was recorded is compared."""
     parser.add_argument(
         "--requests",
         type=Path,
@@ -61,22 +81,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="The temperature, where the server recorded log probabilities after dividing by it. "
         "Default: 1, the model's own",
     )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        type=method_named,
-        choices=[*method_names(), ALL],
-        metavar="METHOD",
-        default=["mamba-lrp"],
-        help=f"One or several of {listed(method_names())}, or all. Default: mamba-lrp",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Where to write a page (.html), the data (.json) or a table (.csv).",
-    )
-    add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -84,61 +88,40 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output, (".html", ".json", ".csv"))
     for path in (args.log, args.requests):
         check_file(path)
-    records = _with_requests(read_log(args.log), args.requests)
-    bound = _bound(args.bound)
+    records = _records(args.log, args.requests)
     args.model = found_model(args.model)
     check_device(args.device)
     methods = ALL if ALL in args.methods else args.methods
     with quiet():
         model, tokenizer = load_model(args, images=False), load_tokenizer(args.model)
-        how = {"bound": bound, "temperature": args.temperature, "methods": methods}
+        how = {"bound": bound_of(args.bound), "temperature": args.temperature, "methods": methods}
         found = replay(model, tokenizer, records, **how)
-    for example, check in zip(found.examples, found.settings["replay"], strict=True):
-        _show(example.name, check)
+    for example in found.examples:
+        assert example.replay is not None
+        _show(example.name, example.replay)
     show(found)
     if args.output is not None:
         write(found, args.output)
 
 
-def read_log(path: Path) -> list[Any]:
-    """The records of a file: JSON, or one per line, also as a server streams them.
+def _records(log: Path, requests: Path | None) -> list[Any]:
+    # Those of a file, with the requests of another one.
+    found = log_entries(log)
+    if requests is not None:
+        found = with_requests(found, log_entries(requests))
+    held = list(found)
+    failed = next((one for one in held if isinstance(one, Exception)), None)
+    if failed is not None:
+        raise failed
+    return held
+
+
+def bound_of(text: str) -> float | None:
+    """How much log probabilities may differ; None for any amount.
 
     Raises:
-        ValueError: for a file that is neither, with the line that is not JSON.
+        ValueError: for what is not a number.
     """
-    text = path.read_text(encoding="utf-8")
-    try:
-        whole = json.loads(text)
-    except json.JSONDecodeError:
-        return [
-            _parsed(line, path, k) for k, line in enumerate(text.splitlines(), 1) if _holds(line)
-        ]
-    return whole if isinstance(whole, list) else [whole]
-
-
-def _holds(line: str) -> bool:
-    return line.removeprefix(STREAM).strip() not in ("", DONE)
-
-
-def _parsed(line: str, path: Path, number: int) -> Any:
-    try:
-        return json.loads(line.removeprefix(STREAM))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-
-
-def _with_requests(records: list[Any], path: Path | None) -> list[Any]:
-    # Records of a batch with the requests that they answer.
-    if path is None:
-        return records
-    asked = {one.get("custom_id"): one for one in read_log(path) if isinstance(one, Mapping)}
-    missing = [one.get("custom_id") for one in records if one.get("custom_id") not in asked]
-    if missing:
-        raise ValueError(f"--requests is {path}, which has no request {missing[0]!r} of the log.")
-    return [one | {"request": asked[one["custom_id"]]} for one in records]
-
-
-def _bound(text: str) -> float | None:
     if text.lower() == "none":
         return None
     try:
@@ -147,19 +130,18 @@ def _bound(text: str) -> float | None:
         raise ValueError(f"--bound is {text!r}; expected a number, or none.") from None
 
 
-def _show(name: str, check: Mapping[str, Any]) -> None:
+def _show(name: str, replay: Replay) -> None:
     # How the log probabilities of one answer differ, and those of which tokens most.
     print(f"{visible(name)}")
-    if not check["compared"]:
+    if not replay.tokens:
         print("  no log probability was recorded")
         return
     print(
-        f"  {check['compared']} log probabilities differ from the recorded ones by at most "
-        f"{check['max']:.4f}, {check['mean']:.4f} in the mean"
+        f"  {len(replay.tokens)} log probabilities differ from the recorded ones by at most "
+        f"{replay.max:.4f}, {replay.mean:.4f} in the mean"
     )
-    worst = sorted(check["tokens"], key=lambda one: -abs(one["difference"]))[:TOP]
-    for one in worst:
+    for one in sorted(replay.tokens, key=lambda one: -abs(one.difference))[:TOP]:
         print(
-            f"  {one['position']:6d}  {visible(one['text']):16s} recorded {one['recorded']:9.4f}  "
-            f"here {one['local']:9.4f}  {one['difference']:+.4f}"
+            f"  {one.position:6d}  {visible(one.text):16s} recorded {one.recorded:9.4f}  "
+            f"here {one.local:9.4f}  {one.difference:+.4f}"
         )

@@ -27,10 +27,12 @@ from captum_ssm.cli.loading import (
 )
 from captum_ssm.cli.options import add_options, options_of
 from captum_ssm.cli.parser import listed
+from captum_ssm.cli.replay import add_served, bound_of
 from captum_ssm.explanation import ExplainedDataset
-from captum_ssm.explanation.make.dataset import explain_dataset
+from captum_ssm.explanation.make.dataset import ServedLog, explain_dataset
 from captum_ssm.explanation.make.dataset.rows import ROLES
 from captum_ssm.explanation.make.dataset.sources import FILES
+from captum_ssm.explanation.make.recorded import BOUND
 from captum_ssm.explanation.make.relevance.methods import ALL
 
 SHOWN = 3  # rows that failed, in the closing lines
@@ -54,6 +56,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="Where the explanations are written. The same command goes on where it was ended.",
     )
+    parser.add_argument(
+        "--served",
+        action="store_true",
+        help="DATASET is what vLLM or a server with OpenAI's API recorded, one record per line or "
+        "row: an answer is explained if its log probabilities are also the model's. The next three "
+        "options are about that.",
+    )
+    add_served(parser)
     parser.add_argument(
         "--split", default="train", help="The part of a hub's data set. Default: train"
     )
@@ -98,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     check_device(args.device)
     asked = asked_of_texts(args)
     with quiet():
-        dataset = _dataset(args.dataset, args.split)
+        dataset = _dataset(args)
         model, tokenizer, known = load_for_rows(args)
         if tokenizer is None:
             check_no_text(args, f"{args.model} reads no text")
@@ -133,7 +143,16 @@ def _columns(given: list[str]) -> dict[str, str]:
     return {role: column for role, _, column in pairs}
 
 
-def _dataset(name: str, split: str) -> Any:
+def _dataset(args: argparse.Namespace) -> Any:
+    found, bound = _found(args.dataset, args.split), bound_of(args.bound)
+    if args.served:
+        return ServedLog(found, args.requests, bound, args.temperature)
+    if (args.requests, bound, args.temperature) != (None, BOUND, 1):
+        raise ValueError("--requests, --bound and --temperature are about a log; add --served.")
+    return found
+
+
+def _found(name: str, split: str) -> Any:
     path = Path(name)
     is_saved = any((path / name).exists() for name in ("state.json", "dataset_dict.json"))
     if path.suffix in FILES or path.is_file() or (path.is_dir() and not is_saved):

@@ -19,6 +19,7 @@ from captum_ssm.explanation.parts import (
     Token,
     Validation,
 )
+from captum_ssm.explanation.replayed import Replay, TokenDifference
 from captum_ssm.explanation.summary import Mean, Summary
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Mean",
     "Method",
     "Output",
+    "Replay",
     "Report",
     "ReportExample",
     "RowError",
@@ -41,6 +43,7 @@ __all__ = [
     "Span",
     "Summary",
     "Token",
+    "TokenDifference",
     "Validation",
     "open_dataset",
     "summarize",

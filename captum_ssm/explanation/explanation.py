@@ -58,15 +58,13 @@ class Explanation(ExplanationData):
 
     def _replayed(self) -> str:
         # How far the model is from the served one that wrote the answers.
-        checks = [one for one in self.settings.get("replay") or () if one["compared"]]
-        if not checks:
+        replays = [one.replay for one in self.examples if one.replay is not None]
+        sizes = [abs(token.difference) for one in replays for token in one.tokens]
+        if not sizes:
             return ""
-        count = sum(one["compared"] for one in checks)
-        mean = sum(one["mean"] * one["compared"] for one in checks) / count
-        largest = max(one["max"] for one in checks)
         return (
-            f"; replayed, {count} log probabilities differ from the recorded ones by at most "
-            f"{largest:.2g} ({mean:.2g} in the mean)"
+            f"; replayed, {len(sizes)} log probabilities differ from the recorded ones by at most "
+            f"{max(sizes):.2g} ({sum(sizes) / len(sizes):.2g} in the mean)"
         )
 
     def _winners(self) -> str:

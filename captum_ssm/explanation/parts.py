@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from captum_ssm.explanation.replayed import Replay
+
 # What an output is: what follows a token, or of the whole input; the label of the token itself;
 # an answer that is a part of the text, and the tokens where that starts and ends; several tokens
 # of a continuation, explained together.
@@ -301,6 +303,8 @@ class Example:
             as ``"answer"``. Default: ``()``
         reasoning (tuple, optional): the tokens ``(first, end)`` of the continuation,
             ``first .. end - 1``, in which the model thinks before it answers. Default: None
+        replay (Replay, optional): of a record of a served model how far its log probabilities are
+            from those here. Default: None
 
     Examples::
 
@@ -324,6 +328,7 @@ class Example:
     features: tuple[str, ...] = ()
     circuits: tuple[Mapping[str, Any], ...] = ()
     reasoning: tuple[int, int] | None = None
+    replay: Replay | None = None
 
     @property
     def text(self) -> str:

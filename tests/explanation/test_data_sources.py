@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 
 import numpy as np
 import pandas
@@ -101,6 +103,17 @@ def test_columns_are_named_and_what_is_not_there_is_refused(tmp_path, words):
         explain_dataset(tiny(), words, ROWS, tmp_path / "file")
 
 
+def test_a_column_that_begins_in_a_late_row_is_read(tmp_path, words):
+    rows = [{"text": "w3 w4"}, {"text": "w5"}, {"text": "w6", "target": "w9", "tag": "late"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("no JSON\n" + "\n".join(map(json.dumps, rows)))
+    for name, data, first in (("held", rows, 0), ("file", path, 1)):
+        found = explain_dataset(tiny(), words, data, tmp_path / name, rows_per_shard=1)
+        assert [*found.errors] == [*range(first)]
+        assert found.column("target")[-1] == "w9"
+        assert found.column("row.tag")[first:] == [None, None, "late"]
+
+
 def test_rows_without_columns_are_texts_and_ids(tmp_path, words):
     rows = ["w3 w4", [5, 6], None, torch.tensor([7, 8]), float("nan"), 3, []]
     found = explain_dataset(tiny(), words, rows, tmp_path)
@@ -133,13 +146,28 @@ def test_batches_have_the_columns_of_shards(tmp_path, words):
             assert found[name].to_pylist() == expected[name].to_pylist()
 
 
+# Ray warns of settings of its own, and opens files that it does not close.
+@pytest.mark.filterwarnings("default")
 def test_ray_explains_batches(words):
     ray = pytest.importorskip("ray", reason="ray is not installed")
-    data = ray.data.from_items([{"text": row["text"]} for row in ROWS])
-    found = data.map_batches(
-        ExplainBatches, fn_constructor_args=(lambda: (tiny(), words),), concurrency=1
-    )
-    assert sorted(row["text"] or "" for row in found.take_all())[1:] == ["w3 w4 w5", "w6 w7 w8 w9"]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": paths})
+    try:
+        data = ray.data.from_items(ROWS)
+        explained = data.map_batches(
+            ExplainBatches,
+            fn_constructor_args=(lambda: (tiny(), words),),
+            concurrency=1,
+            batch_size=2,
+            batch_format="pyarrow",
+        )
+        found = explained.take_all()
+    finally:
+        ray.shutdown()
+    expected = ExplainBatches(lambda: (tiny(), words))(pyarrow.Table.from_pylist(ROWS))
+    for name in ("text", "error", "row.n", "row.tag", "relevance.mamba-lrp"):
+        for row, other in zip(found, expected[name].to_pylist(), strict=True):
+            assert repr(row[name]) == repr(other), name
 
 
 def test_the_command_explains_and_tells_what_failed(tmp_path, capsys):

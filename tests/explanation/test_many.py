@@ -1,5 +1,7 @@
 """Many inputs at once: the same as one by one, in few runs, and each with its own errors."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import Qwen3NextForTokenClassification
 from vision_models import vim
 
 from captum_ssm import InputError, explain
-from captum_ssm.attr import MambaLRP, MambaRollout
+from captum_ssm.attr import MambaAttribution, MambaLRP, MambaRollout
 from captum_ssm.explanation.make.many import Explainer, InputRow
 from captum_ssm.explanation.make.relevance import rows as rows_module
 
@@ -186,6 +188,27 @@ def test_batches_that_fail_are_halved(error, tokenizer, monkeypatch):
     assert type(found[2]) is error  # the text that holds w30, and no other
     with pytest.raises(error):
         explain(model, tokenizer, TEXTS, alternatives=0)
+
+
+def test_what_was_done_is_not_done_again_where_a_later_batch_fails(tokenizer, monkeypatch):
+    from captum_ssm.explanation.make.relevance import run
+
+    monkeypatch.setattr(run, "TOKENS", 8)
+    done, failing = Counter(), len(TEXTS[2].split())  # the longest text, in the last batch
+    for kind in (MambaAttribution, MambaLRP):
+
+        def counted(self, inputs, *args, plain=kind.attribute, **kwargs):
+            if isinstance(self, MambaLRP) and inputs.shape[1] == failing:
+                raise RuntimeError("too long")
+            done.update((type(self), tuple(filter(None, row))) for row in inputs.tolist())
+            return plain(self, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "attribute", counted)
+    explainer = Explainer(tiny("mamba"), tokenizer, methods=["mamba-attribution", "mamba-lrp"])
+    found = explainer([InputRow(text, target="w5") for text in TEXTS])
+    assert [k for k, one in enumerate(found) if isinstance(one, Exception)] == [2]
+    assert len(done) == 2 * len(TEXTS) - 1
+    assert {*done.values()} == {2}  # two answers of each text
 
 
 def test_rollout_of_every_token_runs_the_model_once_for_all_texts(tokenizer, monkeypatch):

@@ -10,11 +10,24 @@ import torch
 import captum_ssm
 from captum_ssm import InputError, explain, replay
 from captum_ssm.examples import load, sample
-from captum_ssm.explanation.make.served import row_of
+from captum_ssm.explanation.make.many import Explainer, InputRow
 from captum_ssm.explanation.make.served.records import ServedToken, read_records
+from captum_ssm.explanation.make.served.rendering import served_row
 from captum_ssm.explanation.make.served.vocabulary import Vocabulary
 
 TEXT = "Anna has a red ball. Tom has a blue kite. Anna's ball is"
+
+
+def row_of(record, tokenizer):
+    """What is asked about a record with one answer."""
+    (one,) = read_records(record)
+    return served_row(one, Vocabulary(tokenizer), 0.5, 1.0)
+
+
+def compared(served, record, model=None, **how):
+    """How the log probabilities of a record differ from a model's."""
+    model = served.model if model is None else model
+    return replay(model, served.tokenizer, record, methods="rollout", **how).examples[0].replay
 
 
 def answered(model, ids, count, temperature=1.0):
@@ -134,17 +147,16 @@ def test_each_format_is_read_to_the_ids_that_were_served(kind, stories, chat):
     assert (row.inputs.ids, row.target.ids) == (served.prompt_ids, served.ids)
     if kind == "text":
         with pytest.warns(UserWarning, match="holds no log probabilities"):
-            told = row.checked(served.model, 0.5)
-        assert told["compared"] == 0
+            assert compared(served, record).tokens == ()
         return
-    told = row.checked(served.model, 0.5)
+    told = compared(served, record)
     P = len(served.prompt_ids)
     with_prompt = len(served.before) if kind in ("vllm", "echo") else 0
-    assert told["compared"] == with_prompt + len(served.ids)
-    recorded = [one["recorded"] for one in told["tokens"]]
+    assert len(told.tokens) == with_prompt + len(served.ids)
+    recorded = [one.recorded for one in told.tokens]
     assert recorded == (served.before if with_prompt else []) + served.logprobs
-    assert told["tokens"][-1]["position"] == P + len(served.ids) - 1
-    assert told["max"] < 1e-4
+    assert told.tokens[-1].position == P + len(served.ids) - 1
+    assert told.max < 1e-4
     # A copy that was written to a file says the same.
     if kind != "vllm":
         assert row_of(json.loads(json.dumps(record)), served.tokenizer) == row
@@ -157,12 +169,33 @@ def test_a_replayed_record_is_explained_as_its_tokens_are(stories, tmp_path):
     assert found.examples[0].outputs == same.examples[0].outputs
     for k in range(len(stories.ids)):
         assert np.array_equal(found.relevance(output=k), same.relevance(output=k))
-    (told,) = found.settings["replay"]
-    assert told["sampling"] == {"temperature": 0.7}
+    assert found.examples[0].replay.sampling == {"temperature": 0.7}
     assert "; replayed, 4 log probabilities differ from the recorded ones by at most" in repr(found)
     found.save(tmp_path / "why.json")
     again = captum_ssm.Explanation.load(tmp_path / "why.json")
-    assert again.settings["replay"] == found.settings["replay"]
+    assert again.examples[0].replay == found.examples[0].replay
+
+
+def test_one_run_is_compared_and_explained(stories):
+    # Which tokens the model is run on, also where more of them are read than are explained.
+    def runs_of(call):
+        seen = []
+        hook = lambda _, args, named: seen.append((args or (named["input_ids"],))[0].tolist())  # noqa: E731
+        handle = stories.model.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            return call(), seen
+        finally:
+            handle.remove()
+
+    how = {"methods": "rollout", "lens": True}
+    records = [stories.vllm(), stories.completion()]
+    found, runs = runs_of(lambda: replay(stories.model, stories.tokenizer, records, **how))
+    asked = [InputRow([stories.prompt_ids], stories.ids)] * 2
+    same, expected = runs_of(lambda: Explainer(stories.model, stories.tokenizer, **how)(asked))
+    assert runs == expected
+    assert [one.outputs for one in found.examples] == [one.outputs for one in same]
+    count, P = len(stories.ids), len(stories.prompt_ids)
+    assert [len(one.replay.tokens) for one in found.examples] == [P - 1 + count, count]
 
 
 def test_the_turns_of_a_chat_are_marked(chat):
@@ -176,9 +209,7 @@ def test_several_answers_and_records(stories, chat):
     choices = record["response"]["choices"]
     choices.append(choices[0] | {"index": 1})
     found = replay(stories.model, stories.tokenizer, [record, stories.vllm()], methods="rollout")
-    assert len(found) == len(found.settings["replay"]) == 3
-    with pytest.raises(InputError, match="holds 2 answers"):
-        row_of(record, stories.tokenizer)
+    assert len(found) == sum(one.replay is not None for one in found.examples) == 3
     with pytest.raises(InputError, match=r"records\[1\] of 2: the record has the keys nothing"):
         replay(stories.model, stories.tokenizer, [record, {"nothing": 1}])
 
@@ -218,14 +249,13 @@ def test_a_stream_is_joined(chat):
 
 def test_half_precision_passes_and_another_checkpoint_does_not(stories):
     half = load("stories-mamba")[0].to(torch.bfloat16)
-    row = row_of(stories.vllm(), stories.tokenizer)
-    assert 1e-4 < row.checked(half, 0.5)["max"] < 0.2
+    assert 1e-4 < compared(stories, stories.vllm(), half).max < 0.2
     other, _ = load("stories-qwen3next")
     with pytest.raises(InputError, match=r"differ from the recorded ones by more than 0\.5: '"):
         replay(other, stories.tokenizer, stories.vllm())
     with pytest.warns(UserWarning, match="It is explained as it is"):
         found = replay(other, stories.tokenizer, stories.vllm(), bound=None, methods="rollout")
-    assert found.settings["replay"][0]["max"] > 0.5
+    assert found.examples[0].replay.max > 0.5
 
 
 def test_another_tokenizer_or_template_is_named(stories, chat):
@@ -260,10 +290,9 @@ def test_records_that_are_cut_off_are_refused(stories):
 
 def test_log_probabilities_of_another_temperature():
     served = Served(temperature=2.0)
-    row = row_of(served.vllm(), served.tokenizer)
-    assert row.checked(served.model, 0.5, temperature=2.0)["max"] < 1e-4
+    assert compared(served, served.vllm(), temperature=2.0).max < 1e-4
     with pytest.raises(InputError, match="temperature"):
-        row.checked(served.model, 0.1)
+        compared(served, served.vllm(), bound=0.1)
 
 
 def test_characters_that_are_split_over_tokens():

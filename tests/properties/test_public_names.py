@@ -40,7 +40,7 @@ NAMES = (
     "Readout",
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
     *("Area", "ReceptiveField", "effective_receptive_field", "Explanation", "explain"),
-    *("ExplainBatches", "explain_dataset"),
+    *("ExplainBatches", "ServedLog", "explain_dataset"),
     *("Trace", "continuation_relevance", "replay", "trace", "trace_rows"),
 )
 

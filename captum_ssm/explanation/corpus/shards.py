@@ -65,6 +65,7 @@ def schema_of(methods: Sequence[str], columns: Mapping[str, str]) -> Any:
             ("tokens", pa.list_(pa.string())),
             ("ids", pa.list_(pa.int32())),
             ("prompt", pa.int32()),
+            ("difference", row),
             ("target", pa.string()),
             ("prediction", pa.string()),
             ("probability", pa.float64()),
@@ -96,12 +97,21 @@ def record(example: Example, title: str) -> dict[str, Any]:
         "tokens": [token.text for token in example.tokens],
         "ids": [token.id for token in example.tokens],
         "prompt": example.prompt,
+        "difference": _differences(example),
         **_answers(example.outputs),
         "shape": shapes[0],
         **{f"relevance.{m}": _rows(values) for m, values in example.relevance.items()},
         **{f"delta.{m}": values for m, values in example.deltas.items()},
         "details": encoded({"title": title} | rest),
     }
+
+
+def _differences(example: Example) -> list[float | None] | None:
+    # Of a record of a served model: per token, None where nothing was recorded.
+    if example.replay is None:
+        return None
+    found = {token.position: token.difference for token in example.replay.tokens}
+    return [found.get(k) for k in range(len(example.tokens))]
 
 
 def _rows(values: np.ndarray) -> list[np.ndarray]:

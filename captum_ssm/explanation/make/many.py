@@ -32,6 +32,7 @@ from captum_ssm.explanation.make.questions.images import image_questions
 from captum_ssm.explanation.make.questions.kinds import Task, task_of
 from captum_ssm.explanation.make.questions.series import series_questions
 from captum_ssm.explanation.make.questions.texts import TextQuestion
+from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.relevance.rows import RowSource
 from captum_ssm.explanation.make.together import Outcome, answered
 from captum_ssm.explanation.parts import RELEVANCE, SPAN
@@ -52,6 +53,8 @@ class InputRow:
         span (str or tuple, optional): in place of that of the explainer. Default: None
         units (str or dict, optional): in place of that of the explainer. Default: None
         messages (bool, optional): whether the input is a conversation. Default: False
+        recorded (Recorded, optional): what a server recorded of the text and its target.
+            Default: None
     """
 
     inputs: Any
@@ -60,6 +63,7 @@ class InputRow:
     span: Any = None
     units: Any = None
     messages: bool = False
+    recorded: Recorded | None = None
 
 
 class Explainer:
@@ -158,8 +162,13 @@ class Explainer:
             found = text_questions(setup, texts, target, against, tell, asked)
         else:
             found = self._about_arrays(array, asked.tokenizer, target, against)
-        if asked.answer.is_asked:
-            _require_continued(found, setup.validate)
+        if asked.answer.is_asked or asked.recorded is not None:
+            _require_continued(found, "span or hops" if asked.answer.is_asked else "a record")
+        if asked.answer.is_asked and setup.validate:
+            raise InputError(
+                "validate removes tokens for single outputs, and span or hops explains several "
+                "together; leave one of them out."
+            )
         return found
 
     def _writing(self, target: Any) -> Generation | None:
@@ -167,12 +176,13 @@ class Explainer:
 
     def _asked_of(self, row: InputRow | None) -> tuple[TextSetup, Any]:
         # What is asked about texts, and by which units: a row may have its own.
-        if row is None or (row.span is None and row.units is None):
+        if row is None:
             return self.asked, self.units
         units, answer = self.units if row.units is None else row.units, self.asked.answer
         if row.span is not None:
             answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning, answer.through)
-        return replace(self.asked, spans=parse_spans(units), answer=answer), units
+        spans, recorded = parse_spans(units), row.recorded
+        return replace(self.asked, spans=spans, answer=answer, recorded=recorded), units
 
     def _tell(self, tokenizer: Any, is_all: bool, text: TokenizedText, is_one: bool) -> Task:
         if self._task is None:
@@ -284,17 +294,12 @@ class Explainer:
         )
 
 
-def _require_continued(questions: Sequence[Answerable], validate: bool) -> None:
-    # Several tokens are explained together only where a text is continued.
+def _require_continued(questions: Sequence[Answerable], name: str) -> None:
+    # Only where a text is continued, several tokens are explained together, or were recorded.
     if not all(isinstance(one, TextQuestion) for one in questions):
         raise TypeError(
-            "span or hops is given, and the model does not continue texts: expected a language "
+            f"{name} is given, and the model does not continue texts: expected a language "
             "model and a text."
-        )
-    if validate:
-        raise InputError(
-            "validate removes tokens for single outputs, and span or hops explains several "
-            "together; leave one of them out."
         )
 
 

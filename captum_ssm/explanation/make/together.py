@@ -1,9 +1,9 @@
 """Examples of many inputs: their questions take each step that needs the model together.
 
 A question is a generator of such steps. Questions about inputs of similar length go side by side:
-what all of them need next is computed in batches, and each goes on with its own part. Where a batch
-fails it is halved, so that an error is that of one input, and what does not fit the memory is tried
-with less.
+what all of them need next is computed in batches, and each goes on with its own part. A batch that
+fails is halved, so that an error is that of one input, and what does not fit the memory is tried
+with less. Batches before and after it are computed once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.generate import Generation, written
 from captum_ssm.explanation.make.questions.asked import Answerable
 from captum_ssm.explanation.make.questions.base import Setup, Steps
+from captum_ssm.explanation.make.relevance.run import batches
 from captum_ssm.utils.progress import Bar
 
 SIDE_BY_SIDE = 256  # questions, of which each keeps the scores that it is about
@@ -67,18 +68,25 @@ def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
         steps = {k: step for k, step in needed.items() if type(step) is kind}
         for k in steps:
             del needed[k]
-        for k, result in zip(steps, _each(kind, list(steps.values())), strict=True):
+        for k, result in zip(steps, _each(list(steps.values())), strict=True):
             go_on(k, result)
     return [ended[k] for k in range(len(questions))]
 
 
-def _each(kind: Any, steps: list[Any]) -> list[Any]:
-    # What each step needs, or its error.
+def _each(steps: Sequence[Any]) -> list[Any]:
+    # What each step of one kind needs, or its error.
+    found: dict[int, Any] = {}
+    for places in batches(steps):
+        found |= zip(places, _batch([steps[k] for k in places]), strict=True)
+    return [found[k] for k in range(len(steps))]
+
+
+def _batch(steps: Sequence[Any]) -> list[Any]:
     try:
-        results: list[Any] = kind.together(steps)
+        results: list[Any] = steps[0].together(steps)
         return results
     except Exception as error:
         if len(steps) == 1:
             return [error]
     middle = len(steps) // 2
-    return _each(kind, steps[:middle]) + _each(kind, steps[middle:])
+    return _batch(steps[:middle]) + _batch(steps[middle:])

@@ -2,7 +2,8 @@
 
 :mod:`sources` makes numbered rows of what people have: a data set of ``datasets``, a table, a file,
 a list, or anything that can be iterated over. :mod:`rows` finds in a row what the model reads and
-what is asked of it, and keeps the data set's own columns. :mod:`identity` hashes model, tokenizer
+what is asked of it, and keeps the data set's own columns; :mod:`served` does both for the log of a
+served model. :mod:`identity` hashes model, tokenizer
 and data, so that a run goes on with the same ones only. :mod:`run` explains shard by shard, and
 :mod:`processes` says which shards are this process's. :mod:`batches` is the same for Ray Data.
 
@@ -12,5 +13,6 @@ else, neither on the number of processes nor on where an earlier run ended.
 
 from captum_ssm.explanation.make.dataset.batches import ExplainBatches
 from captum_ssm.explanation.make.dataset.run import explain_dataset
+from captum_ssm.explanation.make.dataset.served import ServedLog
 
-__all__ = ["ExplainBatches", "explain_dataset"]
+__all__ = ["ExplainBatches", "ServedLog", "explain_dataset"]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def _feed(found: Any, value: Any) -> None:
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
         held = array.tolist() if array.dtype == object else np.ascontiguousarray(array).tobytes()
         _feed(found, [str(array.dtype), list(array.shape), held])
+    elif is_dataclass(value):
+        _feed(found, vars(value))
     else:
         is_told = value is None or isinstance(value, (bool, int, float, Path))
         found.update(f"{type(value).__name__} {value if is_told else ''} ".encode())

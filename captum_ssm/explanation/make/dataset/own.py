@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,27 +24,26 @@ def present(value: Any) -> Any:
     return None if is_missing or type(value).__name__ in ("NAType", "NaTType") else value
 
 
-def own_types(rows: Iterable[Any], is_own: Callable[[str], bool], of_texts: bool) -> dict[str, str]:
-    """The types of all scalar columns.
+def column_types(rows: Iterable[Any], of_texts: bool) -> dict[str, str | None]:
+    """The types of all columns.
 
     Args:
         rows (iterable): of the data set; what is not a dict has no columns.
-        is_own (Callable): whether a column of this name is kept.
         of_texts (bool): whether all values are texts, as in a CSV file, where numbers are texts of
             digits.
 
     Returns:
-        dict: ``"bool"``, ``"int64"``, ``"float64"`` or ``"string"``, by name.
+        dict: ``"bool"``, ``"int64"``, ``"float64"`` or ``"string"``, by name; None for a column of
+        other values.
     """
     found: dict[str, str] = {}
     kind = _kind_of_text if of_texts else _kind
     for row in rows:
         if isinstance(row, Mapping):
             for name, value in row.items():
-                if is_own(name):
-                    found[name] = _joined(found.get(name, NONE), kind(present(value)))
-    types = {NONE: "string"}
-    return {name: types.get(one, one) for name, one in found.items() if one != OTHER}
+                found[str(name)] = _joined(found.get(str(name), NONE), kind(present(value)))
+    types = {NONE: "string", OTHER: None}
+    return {name: types.get(one, one) for name, one in found.items()}
 
 
 def own_values(row: Any, types: Mapping[str, str]) -> dict[str, Any]:

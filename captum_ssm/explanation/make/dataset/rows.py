@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,16 @@ INPUTS = {
 }
 ASKED = ("target", "against", "span", "units")
 ROLES = (*INPUTS, "question", "context", "text_pair", "attention_mask", *ASKED)
+
+
+class RowReader(Protocol):
+    """What makes inputs of the rows of a data set."""
+
+    def row(self, given: Any) -> InputRow:
+        """What is explained of a row."""
+
+    def keeps(self, column: str) -> bool:
+        """Whether a column is kept with the explanation."""
 
 
 @dataclass(frozen=True)

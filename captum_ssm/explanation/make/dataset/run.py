@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus import ExplainedDataset
@@ -16,9 +16,10 @@ from captum_ssm.explanation.make.dataset.identity import (
     hash_of_rows,
     hash_of_tokenizer,
 )
-from captum_ssm.explanation.make.dataset.own import own_types
+from captum_ssm.explanation.make.dataset.own import column_types
 from captum_ssm.explanation.make.dataset.processes import this_process
-from captum_ssm.explanation.make.dataset.rows import Columns
+from captum_ssm.explanation.make.dataset.rows import Columns, RowReader
+from captum_ssm.explanation.make.dataset.served import ServedLog
 from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import Source, source_of
 from captum_ssm.explanation.make.inputs.pipelines import unpacked
@@ -57,8 +58,9 @@ def explain_dataset(
             of images or series, and for pipelines.
         dataset (Dataset, DataFrame, path or iterable): a data set of the package ``datasets``, also
             a streaming one; a pandas table; the path of a ``.jsonl``, ``.csv``, ``.parquet`` or
-            ``.txt`` file (one text per line); or a list or any iterable of texts, conversations,
-            token ids, images, series, or dicts by column.
+            ``.txt`` file (one text per line); a list or any iterable of texts, conversations,
+            token ids, images, series, or dicts by column; or the log of a served model
+            (:class:`captum_ssm.ServedLog`).
         output (str or Path): the folder, which is made where it does not exist.
         columns (dict, optional): which column is what, such as ``{"text": "review"}``: ``text``,
             ``text_pair``, ``question``, ``context``, ``messages``, ``image``, ``series`` or
@@ -113,20 +115,27 @@ def explain_dataset(
     if type(rows_per_shard) is not int or rows_per_shard < 1:
         raise InputError(f"rows_per_shard is {rows_per_shard!r}; expected an integer from 1 on.")
     folder = made_folder(output)
+    module, own_tokenizer, *_ = unpacked(model, tokenizer, None, None)
     make = partial(Explainer, model, tokenizer, show_progress=False, **options)
-    source = source_of(dataset)
+    source = dataset.source() if isinstance(dataset, ServedLog) else source_of(dataset)
     head = source.read(0, rows_per_shard)
     if not head:
         raise InputError("the data set is empty; expected at least one row.")
-    shared = {"target": target, "against": against}
-    known = Columns.find(_names(head), columns or {}, shared)
-    length, types = _survey(source, head, known)
+    survey, shared = _survey(source, head), {"target": target, "against": against}
+    if source.reader is None:
+        known: RowReader = Columns.find(survey.names, columns or {}, shared)
+    else:
+        known = source.reader(own_tokenizer, {"columns": columns or None, **shared, **options})
+    types = {name: one for name, one in survey.types.items() if one and known.keeps(name)}
     manifest = {
-        "rows": length,
+        "rows": survey.length,
         "rows_per_shard": rows_per_shard,
         **_made_by(make()),
         "asked": _asked({"columns": columns or {}, **shared, "seed": seed, **options}),
-        "hashes": _hashes(model, tokenizer),
+        "hashes": {
+            "model": hash_of_model(module),
+            "tokenizer": hash_of_tokenizer(own_tokenizer),
+        },
         "data": _told(source, head),
         "columns": types,
     }
@@ -139,32 +148,33 @@ def explain_dataset(
     return ExplainedDataset(folder)
 
 
-def _names(head: Sequence[Any]) -> list[str] | None:
-    # The columns of the first rows; None for rows that are inputs themselves.
-    readable = [row for row in head if row is not None and not isinstance(row, Exception)]
-    if not readable or not isinstance(readable[0], Mapping):
-        return None
-    rows = (row for row in readable if isinstance(row, Mapping))
-    return list(dict.fromkeys(str(name) for row in rows for name in row))
+class _Survey(NamedTuple):
+    # How many rows there are, if that can be known; their columns, None for rows that are inputs
+    # themselves; and the types of those that are of scalars.
+    length: int | None
+    names: list[str] | None
+    types: Mapping[str, str | None]
 
 
-def _survey(
-    source: Source, head: Sequence[Any], columns: Columns
-) -> tuple[int | None, dict[str, str]]:
-    # How many rows there are, if that can be known, and the types of the columns that are kept.
-    if source.schema is not None:
-        own = {name: kind for name, kind in source.schema.items() if columns.keeps(name)}
-        return source.length, own
+def _survey(source: Source, head: Sequence[Any]) -> _Survey:
+    # Rows that are all there are looked at once: a column may begin in any of them.
+    first: list[Any] = []
     passed = 0
 
-    def counted() -> Iterator[Any]:
+    def looked_at() -> Iterator[Any]:
         nonlocal passed
-        for row in source.everything() if source.digest else head:
+        is_whole = source.digest is not None and source.schema is None
+        for row in source.everything() if is_whole else head:
             passed += 1
+            if not first and row is not None and not isinstance(row, Exception):
+                first.append(row)
             yield row
 
-    types = own_types(counted(), columns.keeps, source.kind == ".csv")
-    return passed if source.digest else source.length, types
+    types = column_types(looked_at(), source.kind == ".csv")
+    names = [*types] if first and isinstance(first[0], Mapping) else None
+    if source.schema is not None:
+        return _Survey(source.length, names, source.schema)
+    return _Survey(passed if source.digest else source.length, names, types)
 
 
 def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,16 +200,12 @@ def _made_by(explainer: Explainer) -> dict[str, Any]:
     }
 
 
-def _hashes(model: Any, tokenizer: Any) -> dict[str, str | None]:
-    module, tokenizer, *_ = unpacked(model, tokenizer, None, None)
-    return {"model": hash_of_model(module), "tokenizer": hash_of_tokenizer(tokenizer)}
-
-
 def _told(source: Source, head: Sequence[Any]) -> dict[str, Any]:
     # Data that are not all there are known by their first row.
+    told = {"kind": source.kind, **source.told}
     if source.digest is None:
-        return {"kind": source.kind, "first_row": hash_of_rows(head[:1])}
-    return {"kind": source.kind, "hash": source.digest()}
+        return {**told, "first_row": hash_of_rows(head[:1])}
+    return {**told, "hash": source.digest()}
 
 
 def _plain(value: Any) -> Any:

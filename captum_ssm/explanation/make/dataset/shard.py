@@ -11,7 +11,7 @@ from captum_ssm.explanation import Example, Maps
 from captum_ssm.explanation.corpus import RowError
 from captum_ssm.explanation.corpus.shards import OWN, Shard, record
 from captum_ssm.explanation.make.dataset.own import own_values
-from captum_ssm.explanation.make.dataset.rows import Columns
+from captum_ssm.explanation.make.dataset.rows import RowReader
 from captum_ssm.explanation.make.dataset.sources import attempt
 from captum_ssm.explanation.make.many import Explainer, InputRow
 from captum_ssm.metrics.evaluation import seeded
@@ -23,14 +23,14 @@ class ShardMaker:
 
     Args:
         make (Callable): the explainer.
-        columns (Columns): what the model reads.
+        columns (RowReader): what the model reads.
         types (dict): of the scalar columns that are kept, by name.
         seed (int): random numbers of shard k begin at this plus k.
         raises (bool): whether a row that fails ends the run. Default: False
     """
 
     make: Callable[[], Explainer]
-    columns: Columns
+    columns: RowReader
     types: Mapping[str, str]
     seed: int = 0
     raises: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ class Source:
             Default: None
         position (Callable, optional): how many rows were passed, of those that are read from the
             first to the last. Default: None
+        told (dict, optional): what else makes it another data set. Default: ``{}``
+        reader (Callable, optional): what makes inputs of its rows, by the tokenizer and what is
+            asked; None where their columns tell. Default: None
     """
 
     kind: str
@@ -49,6 +52,8 @@ class Source:
     schema: Mapping[str, str] | None = None
     digest: Callable[[], str] | None = None
     position: Callable[[], int] | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+    reader: Callable[[Any, Mapping[str, Any]], Any] | None = None
 
     def everything(self) -> Iterator[Any]:
         """All rows, from the first one on."""
@@ -79,7 +84,7 @@ def source_of(dataset: Any) -> Source:
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return _of_sequence(dataset)
     if isinstance(dataset, Iterable):
-        reader = _Forward(lambda start: islice(dataset, start, None))
+        reader = Forward(lambda start: islice(dataset, start, None))
         return Source("an iterable", reader.read, position=lambda: reader.at)
     raise TypeError(
         f"dataset is a {type(dataset).__name__}; expected a data set of the package datasets, a "
@@ -87,9 +92,14 @@ def source_of(dataset: Any) -> Source:
     )
 
 
-class _Forward:
-    # Rows of what is read from its beginning to its end; `open_at` makes an iterator of raw rows
-    # from one number on, and `parse` a row of a raw one.
+class Forward:
+    """Rows of what is read from its beginning to its end.
+
+    Args:
+        open_at (Callable): an iterator of raw rows, from one number on.
+        parse (Callable, optional): a row of a raw one. Default: the raw one itself
+    """
+
     def __init__(
         self, open_at: Callable[[int], Iterator[Any]], parse: Callable[[Any], Any] = lambda x: x
     ) -> None:
@@ -99,6 +109,7 @@ class _Forward:
         self.last: tuple[tuple[int, int] | None, list[Any]] = (None, [])
 
     def read(self, start: int, stop: int) -> list[Any]:
+        """Rows ``start .. stop - 1``, as :class:`Source` has them."""
         if self.last[0] == (start, stop):  # once more: an iterator cannot go back
             return self.last[1]
         if self.raw is None or start < self.at:
@@ -135,7 +146,7 @@ def _of_file(path: Path) -> Source:
     if path.suffix in ARRAYS:
         return _of_arrays(path)
     open_at = _records if path.suffix == ".csv" else _lines
-    reader = _Forward(lambda start: islice(open_at(path), start, None), _PARSE[path.suffix])
+    reader = Forward(lambda start: islice(open_at(path), start, None), _PARSE[path.suffix])
     return Source(path.suffix, reader.read, digest=lambda: hash_of_file(path))
 
 
@@ -226,7 +237,7 @@ def _of_parquet(path: Path) -> Source:
 
     return Source(
         ".parquet",
-        _Forward(open_at, parse).read,
+        Forward(open_at, parse).read,
         file.metadata.num_rows,
         scalars(file.schema_arrow),
         lambda: hash_of_file(path),
@@ -237,16 +248,16 @@ def scalars(schema: Any) -> dict[str, str]:
     """The types of an Arrow schema's scalar columns, by name; times and the like are texts."""
     types = arrow().types
     found = {}
-    for field in schema:
-        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+    for column in schema:
+        kind = column.type.value_type if types.is_dictionary(column.type) else column.type
         if types.is_integer(kind):
-            found[field.name] = "int64"
+            found[column.name] = "int64"
         elif types.is_floating(kind):
-            found[field.name] = "float64"
+            found[column.name] = "float64"
         elif types.is_temporal(kind) or types.is_decimal(kind) or types.is_null(kind):
-            found[field.name] = "string"
+            found[column.name] = "string"
         elif str(kind) in _SCALARS:
-            found[field.name] = _SCALARS[str(kind)]
+            found[column.name] = _SCALARS[str(kind)]
     return found
 
 
@@ -260,7 +271,7 @@ def _of_datasets(dataset: Any) -> Source:
         )
     schema = None if dataset.features is None else scalars(dataset.features.arrow_schema)
     if isinstance(dataset, datasets.IterableDataset):
-        reader = _Forward(lambda start: iter(dataset.skip(start)))
+        reader = Forward(lambda start: iter(dataset.skip(start)))
         where = reader.read, None, schema, None, lambda: reader.at
         return Source("an IterableDataset", *where)
 

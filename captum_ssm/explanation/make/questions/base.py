@@ -14,9 +14,10 @@ from torch import Tensor
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
 from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
+from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.relevance.removal import Replacement
 from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows, RowSource
-from captum_ssm.explanation.make.relevance.run import Run
+from captum_ssm.explanation.make.relevance.run import OneInput, Run
 from captum_ssm.explanation.make.relevance.validate import validated
 from captum_ssm.explanation.parts import NEXT
 from captum_ssm.utils.memory import memory_limit as limit_memory
@@ -59,15 +60,27 @@ class Setup:
         if text not in self.notes:
             self.notes.append(text)
 
+    def goes_on_without(self, name: str, error: Exception) -> bool:
+        """Whether a method that failed is left out, since all that work were asked for."""
+        if not self.skips_failing or list(self.methods) == [name]:
+            return False
+        self.methods.pop(name, None)
+        self.note(f"without {name}: {str(error).splitlines()[0]}")
+        return True
+
 
 @dataclass(frozen=True)
 class TextSetup:
-    """What is the same for all texts: ``position``, named parts, and a whole answer, as given."""
+    """What is the same for all texts: ``position``, named parts, and a whole answer, as given.
+
+    ``recorded`` is what a server recorded of one of them.
+    """
 
     tokenizer: Any
     position: Any
     spans: Mapping[str, tuple[int, int]]
     answer: AskedAnswer
+    recorded: Recorded | None = None
 
 
 @dataclass(frozen=True)
@@ -203,13 +216,20 @@ class Questions:
     def explained(
         self, inputs: Tensor, shaped: Callable[[Tensor], Tensor]
     ) -> Steps[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
-        """Relevance and deltas, by method: the last step of a question.
+        """Relevance and deltas, by method: the last steps of a question, one for each method.
 
         Args:
             inputs (Tensor): of one example, ``(1, ...)``.
             shaped (Callable): from rows in the shape of the input to those that are kept.
         """
-        found: dict[str, Rows] = yield Explain(self, inputs)
+        found: dict[str, Rows] = {}
+        for name in list(self.setup.methods):
+            try:
+                found[name] = yield Explain(self, inputs, name)
+            except FAILS as error:
+                if not self.setup.goes_on_without(name, error):
+                    raise
+        found = {name: rows for name, rows in found.items() if name in self.setup.methods}
         whole = {name: rows for name, (rows, _) in found.items()}
         if self.setup.validate:
             rows = [answer.row for out in self.outputs for answer in out.answers[out.chosen :][:1]]
@@ -235,42 +255,36 @@ class Questions:
 
 @dataclass(frozen=True)
 class Explain:
-    """The step of a question that needs the rows of its input ``(1, ...)``, by each method."""
+    """The step of a question that needs the rows of its input ``(1, ...)``, by one method."""
 
     questions: Questions
     inputs: Tensor
+    method: str
+
+    @property
+    def of(self) -> OneInput:
+        """The input."""
+        return OneInput(self.questions.run, self.inputs)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What steps that are taken together have in common."""
+        return self.method, *self.of.group
 
     @staticmethod
-    def together(several: Sequence[Explain]) -> list[dict[str, Rows]]:
-        """What each needs. A method that fails on one input is left out where all are tried."""
-        setup = several[0].questions.setup
-        found: list[dict[str, Rows]] = [{} for _ in several]
-        for name, method in list(setup.methods.items()):
-            try:
-                each = _rows_of(several, method, name if len(several) == 1 else "")
-            except FAILS as error:
-                is_left_out = setup.skips_failing and len(setup.methods) > 1
-                if len(several) > 1 or not is_left_out:
-                    raise
-                del setup.methods[name]
-                setup.notes.append(f"without {name}: {str(error).splitlines()[0]}")
-                continue
-            for held, rows in zip(found, each, strict=True):
-                held[name] = rows
-        return found
-
-
-def _rows_of(several: Sequence[Explain], method: RowSource, what: str) -> list[Rows]:
-    # Whole answers are followed one by one.
-    single = [one for one in several if one.questions.answer is None]
-    asked = [Asked(one.questions.run, one.inputs, one.questions.questions) for one in single]
-    rows = iter(method.rows(asked, what) if asked else ())
-    return [
-        next(rows)
-        if one.questions.answer is None
-        else one.questions.rows_of_answer(method, one.inputs, what)
-        for one in several
-    ]
+    def together(several: Sequence[Explain]) -> list[Rows]:
+        """The rows of each of a batch; whole answers are followed one by one."""
+        name = several[0].method
+        method = several[0].questions.setup.methods[name]
+        what = name if len(several) == 1 else ""
+        each = [one.questions for one in several]
+        pairs = zip(each, several, strict=True)
+        asked = [Asked(of.run, one.inputs, of.questions) for of, one in pairs if of.answer is None]
+        rows = iter(method.rows(asked, what) if asked else ())
+        return [
+            next(rows) if of.answer is None else of.rows_of_answer(method, one.inputs, what)
+            for of, one in zip(each, several, strict=True)
+        ]
 
 
 def per_example(name: str, target: Any, B: int, is_one: bool = True) -> list[Any]:

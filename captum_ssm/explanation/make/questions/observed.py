@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
-from captum_ssm.explanation.make.relevance.run import OneInput, Run, batches, joined
+from captum_ssm.explanation.make.relevance.run import OneInput, Run, joined
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -86,21 +86,19 @@ class Look(OneInput):
 
     @staticmethod
     def together(several: Sequence[Look]) -> list[Seen]:
-        """What each needs, by one run of the model for each batch."""
-        found: dict[int, Seen] = {}
-        for places in batches(several):
-            batch = [several[k] for k in places]
-            one, (first, *others) = joined(batch), batch
-            kept = None if first.first is None or others else first.first.take(one.inputs)
-            result = _run(one) if kept is None else kept
-            scores = one.run.read(result.output)
-            if others and len(scores) != len(batch):
-                raise RuntimeError(f"{len(scores)} outputs for {len(batch)} inputs")
-            parts = scores.split(1) if others else [scores]
-            for i, (k, own) in enumerate(zip(places, parts, strict=True)):
-                at = several[k].positions
-                found[k] = Seen(own if at is None else own[:, list(at)], result.read_at[i])
-        return [found[k] for k in range(len(several))]
+        """What each of a batch needs, by one run of the model."""
+        one, (first, *others) = joined(several), several
+        kept = None if first.first is None or others else first.first.take(one.inputs)
+        result = _run(one) if kept is None else kept
+        scores = one.run.read(result.output)
+        if others and len(scores) != len(several):
+            raise RuntimeError(f"{len(scores)} outputs for {len(several)} inputs")
+        parts = scores.split(1) if others else [scores]
+        asked = zip(several, parts, result.read_at, strict=True)
+        return [
+            Seen(own if look.positions is None else own[:, list(look.positions)], at)
+            for look, own, at in asked
+        ]
 
 
 def _run(one: OneInput) -> Observed:

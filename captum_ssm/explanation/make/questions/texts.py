@@ -27,7 +27,9 @@ from captum_ssm.explanation.make.questions.explained import explained_text
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.lens import Lens
 from captum_ssm.explanation.make.questions.observed import FirstRun, Look
+from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.relevance.run import Run
+from captum_ssm.explanation.replayed import Replay
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import require_known
 
@@ -45,6 +47,7 @@ class TextQuestion:
     asked: AskedAnswer
     run: Run
     first: FirstRun | None = None
+    recorded: Recorded | None = None
 
     @classmethod
     def of(
@@ -70,7 +73,7 @@ class TextQuestion:
             )
         how = position, asked.spans, asked.answer
         run = task.run.with_arguments({})
-        question = cls(tokenizer, text, target, against, *how, run, task.first)
+        question = cls(tokenizer, text, target, against, *how, run, task.first, asked.recorded)
         _arranged(question)
         return question
 
@@ -88,13 +91,19 @@ class TextQuestion:
         texts = _arranged(self)
         ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
         check_inputs(ids, setup.model)
+        told = [] if self.recorded is None else self.recorded.read_at
+        read = sorted({*texts.positions, *told})
         if setup.lens:
-            logits, layers = _layered(setup, ids, texts.positions)
+            logits, layers = _layered(setup, ids, read)
         else:
-            seen = yield Look(self.run, ids, texts.positions, self.first)
+            seen = yield Look(self.run, ids, read, self.first)
             logits, layers = seen.scores[0].float(), []
         _require_ids("target", texts.target, logits.shape[-1])
         _require_ids("against", texts.against, logits.shape[-1])
+        places = {position: k for k, position in enumerate(read)}
+        replay = self._compared(logits[[places[position] for position in told]])
+        rows = [places[position] for position in texts.positions]
+        logits, layers = logits[rows], [layer[rows] for layer in layers]
         whole = texts.prompt
         if texts.follows_text:
             texts, whole = _followed(self, texts, int(logits[-1].argmax()))
@@ -107,7 +116,13 @@ class TextQuestion:
             part = self.asked.part(whole.tokens, P, thoughts)
             questions.add_answer(WholeAnswer(self.asked, whole, P, part, self.run, ids), logits)
         example = yield from explained_text(questions, ids, whole, P, self.spans)
-        return replace(example, reasoning=thoughts)
+        return replace(example, reasoning=thoughts, replay=replay)
+
+    def _compared(self, logits: Tensor) -> Replay | None:
+        # What a server recorded, and these logits of the tokens that it recorded.
+        if self.recorded is None or self.target is None:
+            return None
+        return self.recorded.compared(logits, (*self.prompt.tokens, *self.target.tokens))
 
 
 def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:

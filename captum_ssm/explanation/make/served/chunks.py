@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Data = Mapping[str, Any]
 
 
-def merged(entries: Sequence[Any]) -> list[Any]:
-    """Records, in which chunks that follow each other and share an id have become one.
+def grouped(entries: Iterable[Any]) -> Iterator[list[Any]]:
+    """Records, each in a list of its own, and chunks that follow each other and share an id.
 
     Args:
-        entries (sequence): records and chunks, as they were logged.
+        entries (iterable): records and chunks, as they were logged.
     """
-    found: list[list[Any]] = []
+    group: list[Any] = []
     for entry in entries:
-        follows = bool(found) and _is_next(found[-1][0], entry)
-        if follows:
-            found[-1].append(entry)
-        else:
-            found.append([entry])
-    return [joined(group) if is_chunk(group[0]) or group[1:] else group[0] for group in found]
+        if group and not _is_next(group[0], entry):
+            yield group
+            group = []
+        group.append(entry)
+    if group:
+        yield group
+
+
+def whole(group: Sequence[Any]) -> Any:
+    """One record, out of its chunks where it has some."""
+    return joined(group) if is_chunk(group[0]) or group[1:] else group[0]
 
 
 def is_chunk(entry: Any) -> bool:

@@ -18,15 +18,16 @@ A response does not say what was asked: the request is beside it, as ``{"request
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.served.chunks import Data, is_chunk, joined, merged
+from captum_ssm.explanation.make.served.chunks import Data, grouped, is_chunk, joined, whole
 
 UNKNOWN = -9999.0  # what servers write for a log probability that they do not have
 ID = "token_id:"  # how vLLM writes ids in the place of texts
+SINGLE = (str, bool, int, float)
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias"),
@@ -65,6 +66,8 @@ class ServedRecord:
         prompt_count (int, optional): how many tokens the server counted in it. Default: None
         messages (list, optional): the conversation. Default: None
         request (dict, optional): what else was asked for. Default: ``{}``
+        columns (dict, optional): single values that came with it, such as ``custom_id``, ``model``
+            and ``finish_reason``. Default: ``{}``
     """
 
     format: str
@@ -76,6 +79,7 @@ class ServedRecord:
     prompt_count: int | None = None
     messages: list[Any] | None = None
     request: Data = field(default_factory=dict)
+    columns: Data = field(default_factory=dict)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -94,25 +98,38 @@ def read_records(given: Any) -> list[ServedRecord]:
         InputError: for what is none of the known formats, and for a record that is cut off.
     """
     entry = as_data(given)
-    entries = merged(entry) if isinstance(entry, list) else [entry]
-    if not entries:
+    groups = list(grouped(entry if isinstance(entry, list) else [entry]))
+    if not groups:
         raise InputError("the list of records is empty; expected at least one.")
     found = []
-    for k, one in enumerate(entries):
+    for k, group in enumerate(groups):
         try:
-            found += _answers(one)
+            found += _answers(whole(group))
         except InputError as error:
-            if len(entries) == 1:
+            if len(groups) == 1:
                 raise
-            raise InputError(f"records[{k}] of {len(entries)}: {error}") from error
+            raise InputError(f"records[{k}] of {len(groups)}: {error}") from error
     return found
+
+
+def each_answer(entries: Iterable[Any]) -> Iterator[ServedRecord | Exception]:
+    """Every answer in records that come one after the other, or the error of a record.
+
+    Args:
+        entries (iterable): records, chunks of streams, and errors of what could not be read.
+    """
+    for group in grouped(map(as_data, entries)):
+        try:
+            yield from _answers(whole(group))
+        except Exception as error:  # whatever a record that is damaged may raise
+            yield error
 
 
 def as_data(value: Any) -> Any:
     """Objects of clients and servers as dicts and lists."""
     if isinstance(value, Mapping):
         return {key: as_data(item) for key, item in value.items()}
-    if isinstance(value, (str, bytes, int, float)) or value is None:
+    if isinstance(value, (str, bytes, int, float, Exception)) or value is None:
         return value
     if callable(getattr(value, "model_dump", None)):
         return as_data(value.model_dump())
@@ -122,14 +139,18 @@ def as_data(value: Any) -> Any:
 
 
 def _answers(entry: Any) -> list[ServedRecord]:
+    if isinstance(entry, Exception):
+        raise entry
     if not isinstance(entry, Mapping):
         raise InputError(
             f"the record is a {type(entry).__name__}; expected a dict with 'choices' (OpenAI, "
             "vLLM's server) or 'outputs' (vLLM), and the request beside it."
         )
     response, request = _response(entry), _request(entry)
+    own = {**_single(response), **_single(entry)}
     if "outputs" in response:
-        return [_offline(response, one, request) for one in response["outputs"] or ()]
+        outputs = response["outputs"] or ()
+        return [_with_columns(_offline(response, one, request), own, one) for one in outputs]
     choices = response.get("choices")
     if not choices:
         failed = response.get("error") or entry.get("error")
@@ -137,7 +158,7 @@ def _answers(entry: Any) -> list[ServedRecord]:
         raise InputError(
             f"the record {why}; expected 'choices' (OpenAI, vLLM's server) or 'outputs' (vLLM)."
         )
-    found = [_choice(response, one, request) for one in choices]
+    found = [_with_columns(_choice(response, one, request), own, one) for one in choices]
     _require_whole(found, response)
     return found
 
@@ -159,6 +180,16 @@ def _request(entry: Data) -> Data:
             inner = request.get("body")
             return inner if isinstance(inner, Mapping) else request
     return {k: v for k, v in entry.items() if k in ("messages", "prompt", "echo", *SAMPLING)}
+
+
+def _with_columns(record: ServedRecord, own: Data, answer: Data) -> ServedRecord:
+    return _changed(record, columns={**own, **_single(answer)})
+
+
+def _single(held: Data) -> Data:
+    # What is neither the prompt nor the answer.
+    left_out = ("object", "prompt", "text", "messages")
+    return {k: v for k, v in held.items() if k not in left_out and isinstance(v, SINGLE)}
 
 
 # vLLM in Python.

@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, read, read_ids
+from captum_ssm.explanation.make.many import InputRow
 from captum_ssm.explanation.make.messages import Conversation
+from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.served.records import ServedRecord
 from captum_ssm.explanation.make.served.vocabulary import Vocabulary
+
+# What a record itself tells.
+TOLD = (
+    *("inputs", "messages", "input_ids", "columns", "target"),
+    *("max_new_tokens", "generation", "position"),
+)
+
+
+def check_told(options: Mapping[str, Any]) -> None:
+    """Raise for options that say what a record tells.
+
+    Raises:
+        TypeError: names the first one.
+    """
+    for name in TOLD:
+        if options.get(name) is not None:
+            raise TypeError(f"{name} is given, and the record tells it; leave it out.")
+
+
+def served_row(
+    record: ServedRecord, vocabulary: Vocabulary, bound: float | None, temperature: float
+) -> InputRow:
+    """What is explained of a record.
+
+    Args:
+        record (ServedRecord): a prompt of P tokens, and an answer.
+        vocabulary (Vocabulary): of the local model's tokenizer.
+        bound (float, optional): how much log probabilities may differ; None for any amount.
+        temperature (float): by which the server divided its logits.
+
+    Raises:
+        InputError: for a prompt or an answer that the tokenizer does not reproduce.
+        TypeError: for texts without a tokenizer.
+    """
+    prompt = read_prompt(record, vocabulary.tokenizer)
+    answer = read_answer(record, vocabulary)
+    P = len(prompt.tokens)
+    before = record.prompt_logprobs if len(record.prompt_logprobs) == P else (None,) * P
+    each = enumerate([*before, *(token.logprob for token in record.answer)])
+    known = {place: value for place, value in each if place and value is not None}
+    recorded = Recorded(record.format, known, bound, temperature, record.sampling)
+    return InputRow(prompt, answer, recorded=recorded)
 
 
 def read_prompt(record: ServedRecord, tokenizer: Any) -> TokenizedText:

@@ -1,0 +1,81 @@
+"""The log probabilities that a server recorded, held against those of the run that is explained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.parts import Token
+from captum_ssm.explanation.replayed import Replay, TokenDifference
+
+BOUND = 0.5  # nats; docs/how_to/served_models.md has what it was chosen by
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a server recorded of the tokens of a prompt and its answer.
+
+    Args:
+        format (str): what the record is.
+        logprobs (dict): log probabilities by the tokens' places, from 1 on.
+        bound (float, optional): how much each may differ; None for any amount.
+        temperature (float): by which the server divided the logits before it recorded.
+        sampling (dict, optional): by which options the tokens were drawn. Default: ``{}``
+    """
+
+    format: str
+    logprobs: Mapping[int, float]
+    bound: float | None
+    temperature: float
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def read_at(self) -> list[int]:
+        """The tokens at which the model predicts those that have a log probability."""
+        return [place - 1 for place in self.logprobs]
+
+    def compared(self, logits: Tensor, tokens: Sequence[Token]) -> Replay:
+        """The comparison.
+
+        Args:
+            logits (Tensor): ``(n, V)``, at the tokens :attr:`read_at`.
+            tokens (sequence of Token): of the prompt and its answer.
+
+        Raises:
+            InputError: where one differs by more than the bound.
+        """
+        scores = (logits.float() / self.temperature).log_softmax(-1)
+        pairs = zip(self.logprobs.items(), scores, strict=True)
+        found = Replay(
+            self.format,
+            tuple(
+                TokenDifference(k, tokens[k].text, given, float(row[tokens[k].id]))
+                for (k, given), row in pairs
+            ),
+            self.bound,
+            self.temperature,
+            self.sampling,
+        )
+        said = "" if self.bound is None else found.exceeding(self.bound)
+        if said:
+            raise InputError(
+                f"{said}. The record is of another checkpoint, template or temperature; pass those "
+                "that were served (temperature=, where the server recorded what it drew from), or "
+                "bound=None to explain it as it is."
+            )
+        return found
+
+
+def check_bound(bound: Any, temperature: Any) -> None:
+    """Raise for what is neither a bound nor None, and for a temperature that is not above zero."""
+    for name, value, least in (("bound", bound, 0), ("temperature", temperature, 1e-6)):
+        if name == "bound" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+            kind = "a number from 0 on, or None" if name == "bound" else "a number above 0"
+            raise InputError(f"{name} is {value!r}; expected {kind}.")

@@ -1,0 +1,53 @@
+"""The log of a server as it lies on the disk: its records one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from captum_ssm.errors import InputError
+
+STREAM, DONE = "data:", "[DONE]"
+
+
+def log_entries(path: Path) -> Iterator[Any]:
+    """The records of a ``.json`` file, or of one with a record per line, also as streams are sent.
+
+    A line that is not JSON is its error, with the line's number.
+    """
+    if path.suffix == ".json":
+        try:
+            yield from _listed(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8").removeprefix(STREAM).strip()
+                found = _listed(json.loads(text)) if text not in ("", DONE) else []
+            except ValueError as error:
+                found = [ValueError(f"{path}, line {number} is not JSON: {error}")]
+            yield from found
+
+
+def with_requests(records: Iterable[Any], requests: Iterable[Any]) -> Iterator[Any]:
+    """Records of a batch with the requests that they answer, which have the same ``custom_id``.
+
+    A record without a request is an error.
+    """
+    asked = {one.get("custom_id"): one for one in requests if isinstance(one, Mapping)}
+    for record in records:
+        name = record.get("custom_id") if isinstance(record, Mapping) else None
+        if isinstance(record, Exception):
+            yield record
+        elif name in asked:
+            yield {**record, "request": asked[name]}
+        else:
+            yield InputError(f"no request has the custom_id {name!r} of this record.")
+
+
+def _listed(held: Any) -> list[Any]:
+    return held if isinstance(held, list) else [held]
