@@ -1,7 +1,10 @@
 """What all tests share."""
 
+import builtins
 import gc
 from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +13,33 @@ import torch
 # In fast runs, a product of methods (or families) and other cases keeps one case in so many.
 KEPT_ONE_IN = 3
 
+TESTS = str(Path(__file__).parent)
+
 # Nothing that imports leave is garbage, and looking for it takes a quarter of their time.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, but rarely: each time it looks through a million objects."""
+    """Collect garbage from now on, but rarely, and not among the million objects there are now."""
+    _look_at_new_functions()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+def _look_at_new_functions() -> None:
+    # A search for scans looks at all functions of the process: a hundred thousand in tests, and of
+    # those that are imported here the same few may be scans in each of a thousand searches.
+    from captum_ssm.discovery.scans import calls
+
+    known = [f for f in calls.candidate_functions() if type(f) is FunctionType]
+    own = [f for f in gc.get_referrers(vars(builtins)) if _is_of_tests(f)]
+    gc.freeze()
+    look = gc.get_referrers
+    calls.gc = SimpleNamespace(get_referrers=lambda *of: [*{*known, *own}, *look(*of)])
+
+
+def _is_of_tests(value: Any) -> bool:
+    return type(value) is FunctionType and value.__code__.co_filename.startswith(TESTS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

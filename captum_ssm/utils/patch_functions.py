@@ -46,7 +46,8 @@ def patched_functions(functions: Iterable[FunctionType], body: Body) -> Iterator
 def own_codes(functions: Iterable[FunctionType]) -> list[CodeType]:
     """The code of each function, also of those whose bodies are replaced now, by any thread."""
     with _LOCK:
-        return [_EXCHANGED[f].code if f in _EXCHANGED else f.__code__ for f in functions]
+        exchanged = {f: exchange.code for f, exchange in _EXCHANGED.items()}
+        return [exchanged.get(f) or f.__code__ for f in functions]
 
 
 class _Exchange:

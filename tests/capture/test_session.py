@@ -361,9 +361,9 @@ def test_children_that_are_forked_while_a_thread_explains_go_on():
 
 @pytest.mark.parametrize("name", interrupts.CALLS)
 def test_a_signal_at_any_line_leaves_model_and_process_as_they_were(name):
-    # One moment of 197, another one for each call; a step of 1 takes all of them.
+    # One moment of 397, another one for each call; a step of 1 takes all of them.
     first = sorted(interrupts.CALLS).index(name)
-    stopped, changed = interrupts.left_changed(name, first, 197)
+    stopped, changed = interrupts.left_changed(name, first, 397)
     assert stopped
     assert not changed
 

@@ -107,10 +107,10 @@ def test_searches_that_cannot_be_made_are_refused(message, options):
         find_circuit(model, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2", "qwen3_next", "rwkv"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "rwkv"])
 @pytest.mark.parametrize("others", [None, 6])
-def test_relevance_inside_a_circuit_is_of_the_circuits_own_run(kind, others):
-    model, tokens = build(kind), ids(2, L)
+def test_relevance_inside_a_circuit_is_of_the_circuits_own_run(family, others):
+    model, tokens = build(family), ids(2, L)
     given = None if others is None else ids(others, L, seed=1)
     options = removal(model, given)
     flow = CircuitFlow.of(Request.of(model, None, tokens), options.get("ablation"))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 
@@ -31,11 +30,9 @@ from captum_ssm.mixers.families import attention
 
 
 @pytest.fixture
-def only_new_objects() -> Iterator[None]:
+def only_new_objects() -> None:
     """The garbage collector sees only what the test makes: a test run's own objects are many."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @each_method

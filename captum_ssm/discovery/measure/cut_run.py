@@ -168,7 +168,7 @@ def run_cut(
         scans = ScanCalls(
             lambda call, scan, result: _cut(call, scan, result, run), known=known_results
         )
-        known = candidate_functions() if functions is None else functions
+        known = candidate_functions() if functions is None else [*functions]
         with (
             unfused(module),
             plain_graph(),
@@ -185,7 +185,7 @@ def run_cut(
     mistaken = _without_mistaken(run) if can_tell else frozenset()
     if not mistaken:
         return run
-    return run_cut(call, functions, without=without | mistaken)
+    return run_cut(call, known, without=without | mistaken)
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype, *, without_bias: bool) -> nn.Module:

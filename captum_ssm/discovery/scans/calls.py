@@ -6,11 +6,11 @@ import builtins
 import gc
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.discovery.scans.form import forms_of, telling_names
+from captum_ssm.discovery.scans.form import of_any_form
 from captum_ssm.discovery.scans.forms.fourier import TRANSFORMS, Transforms, fourier_convolution
 from captum_ssm.discovery.scans.forms.loops import GATHERS, TokenLoop, run_gather, token_loop
 from captum_ssm.discovery.scans.forms.products import (
@@ -182,11 +182,11 @@ def candidate_functions() -> list[Callable[..., Any]]:
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
     functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
-    telling, candidates = telling_names(), list[Callable[..., Any]]()
+    is_of_any, candidates = of_any_form(), list[Callable[..., Any]]()
     for function, code in zip(functions, own_codes(functions), strict=True):
-        names = code.co_varnames
-        # Quick tests first: a process has tens of thousands of functions.
-        if not any(known.isdisjoint(names) for known in telling) and _is_candidate(function, code):
+        # A quick test first: a process has tens of thousands of functions.
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if is_of_any(names) and _may_scan(function, names):
             candidates.append(function)
     return [*candidates, *_BUILT_IN]
 
@@ -195,14 +195,11 @@ def candidate_functions() -> list[Callable[..., Any]]:
 _MODELS = ("captum_ssm.examples.", "captum_ssm.models.")
 
 
-def _is_candidate(function: FunctionType, code: CodeType) -> bool:
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+def _may_scan(function: FunctionType, names: Sequence[str]) -> bool:
     module = function.__module__ or ""
     is_ours = module.startswith("captum_ssm.") and not module.startswith(_MODELS)
     # An autograd function's forward does not know the graph.
     if is_ours or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
-        return False
-    if not any(True for _ in forms_of(names)):
         return False
     # A Triton kernel takes pointers, and Triton's interpreter looks at its parameters.
     if any("constexpr" in str(kind) for kind in function.__annotations__.values()):

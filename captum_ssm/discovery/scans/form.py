@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ Build = Callable[..., Iterable[Candidate]]
 _FORMS: dict[str, ScanForm] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScanForm:
     # A registered form, with the names that its roles may have. A call has to have the roles that
     # have no default, as tensors.
@@ -148,12 +149,26 @@ def register_scan(
     return register if build is None else register(build)
 
 
-def telling_names() -> list[frozenset[str]]:
-    """Sets of names; a function that fits a form has one of each at least."""
-    return [
-        frozenset(name for form in _FORMS.values() for name in form.names[form.needed[role]])
-        for role in (-1, 0)
-    ]
+def of_any_form() -> Callable[[tuple[str, ...]], bool]:
+    """A function that says whether some parameters have the roles of any form, and remembers it."""
+    return _of_any(tuple(_FORMS.values()))
+
+
+@lru_cache(maxsize=2)
+def _of_any(forms: tuple[ScanForm, ...]) -> Callable[[tuple[str, ...]], bool]:
+    # Each form needs a name of these two sets, which few functions of a process have.
+    first, last = (
+        frozenset(name for form in forms for name in form.names[form.needed[role]])
+        for role in (0, -1)
+    )
+
+    @cache
+    def is_of_any(parameters: tuple[str, ...]) -> bool:
+        if last.isdisjoint(parameters) or first.isdisjoint(parameters):
+            return False
+        return any(form.fits(parameters) for form in forms)
+
+    return is_of_any
 
 
 def needed_names() -> frozenset[str]:
