@@ -67,7 +67,7 @@ def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys, monkeypat
     assert any("for a text of 600 tokens, extrapolated from shorter texts:" in x for x in said)
     # Rows that carry nothing take no memory: the costs are those of the same tokens.
     ids = _inputs(model, 600)
-    target = likeliest(Request.of(model, None, ids[:, :PROBE_LENGTH]))
+    target = likeliest(Request.of(model, None, ids), model(ids[:, :PROBE_LENGTH]))
     explained = {name: method(model).attribute for name, method in methods().items()}
     calls = {name: partial(call, target=target) for name, call in explained.items()}
     calls |= {
