@@ -80,6 +80,7 @@ def supported(
         frozen.wiring.held,
         kinds_of(others),
         kinds_of(module for module in others if module in mixing),
+        target,
     )
 
 
