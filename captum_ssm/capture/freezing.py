@@ -74,8 +74,8 @@ def freeze(
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
         wiring (bool, optional): measure what lies between the mixers. Default: True
-        keep_graph (bool, optional): keep the run's own graph where it was cut at the mixers.
-            Default: False
+        keep_graph (bool, optional): keep the recording, with its own graph where it was cut at the
+            mixers; without gradients there is none. Default: False
     """
     if request.remote and (query or gradients or substitution is not None):
         raise UnsupportedModelError(ONLY_LAYERS)
@@ -89,7 +89,7 @@ def freeze(
     mask = recording.mask
     if found.rows is not None:
         check_rows(recording, found.rows)
-    live = recording if keep_graph and recording.ports else None
+    live = recording if keep_graph and (recording.ports or not gradients) else None
     score = recording.score
     if score is not None:
         if not plan.own_graph:

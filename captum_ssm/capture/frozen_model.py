@@ -152,8 +152,8 @@ class FrozenModel:
             the model tells. Default: None
         unruled (frozenset of str, optional): functions without a rule of relevance by which the
             score reads what comes after the last mixer. Default: frozenset()
-        live (Recording, optional): the run with its graph, cut at the mixers, where that was to be
-            kept. Default: None
+        live (Recording, optional): the run, with its graph cut at the mixers where it has one, if
+            it was to be kept. Default: None
         again (Callable, optional): freezes a request's model in the same way. Default: None
     """
 

@@ -31,7 +31,6 @@ from captum_ssm.inspection.support import (
     ERRORS,
     first_line,
     kinds_of,
-    likeliest,
     outside,
     supported,
 )
@@ -80,14 +79,13 @@ def run(args: argparse.Namespace) -> None:
         what = "an image of noise" if probe.dim() == 4 else f"{PROBE_LENGTH} random tokens"
         print(f"{_named(model)}, {memory} in memory, run on {what}\n", flush=True)
         support = supported(model, probe)
-        target = likeliest(Request.of(model, None, probe))
         print(f"{support}\n")
-        for line in (_latim(model, probe, support), _mamba_lrp(model, probe, target)):
+        for line in (_latim(model, probe, support), _mamba_lrp(model, probe, support.target)):
             print(fill(line, 100, subsequent_indent="  "))
         report = extension_report()
         print(fill(report[0].upper() + report[1:], 100, subsequent_indent="  "))
         if args.length is not None:
-            _print_memory(model, _inputs(model, args.length), target)
+            _print_memory(model, _inputs(model, args.length), support.target)
 
 
 def _print_without_weights(model: nn.Module) -> None:

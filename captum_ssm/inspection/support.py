@@ -16,12 +16,10 @@ from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Deviation, Rebuilt, tolerance_of
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.discovery.search import shared
 from captum_ssm.inspection.support_report import MixerSupport, Support
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.registry import how_known
-from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.progress import progress
 from captum_ssm.utils.quiet import quiet
 
@@ -68,8 +66,8 @@ def supported(
     short = request.shortened(32) or request
     others = list(outside(request.module))
     frozen = _frozen(short, others)
-    if target is None:
-        target = likeliest(short)
+    if target is None and frozen.live is not None:
+        target = likeliest(short, frozen.live.output)
     tried = {
         name: _problem(method(forward_func, owner), frozen, target)
         for name, method in progress(methods().items(), "methods")
@@ -82,12 +80,15 @@ def supported(
         frozen.wiring.held,
         kinds_of(others),
         kinds_of(module for module in others if module in mixing),
+        target,
     )
 
 
 def _frozen(request: Request, others: Sequence[nn.Module]) -> FrozenModel:
     # With the token that the model reads, where it can be told and reached.
-    freezes = partial(freeze, request, also=lambda module: module in others, check=False)
+    freezes = partial(
+        freeze, request, also=lambda module: module in others, check=False, keep_graph=True
+    )
     try:
         return freezes()
     except ERRORS:
@@ -150,11 +151,9 @@ def _mixes(call: MixerCall, tokens: int) -> bool:
     return changed.shape[1:2] == (tokens,) and not torch.equal(changed[:, 1:], output[:, 1:])
 
 
-@repeated
-def likeliest(request: Request) -> Any:
-    """A target: the token, or class, that the model predicts for the first example."""
-    with torch.no_grad(), on_thrown_away(request) as (of_copies, _):
-        logits = extract_logits(of_copies.run())
+def likeliest(request: Request, output: Any) -> Any:
+    """A target: the token, or class, that the model's output predicts for the first example."""
+    logits = extract_logits(output)
     if logits.dim() < 2:
         return None
     if logits.dim() == 3 and request.is_language_output(logits):

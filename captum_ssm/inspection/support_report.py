@@ -6,6 +6,7 @@ import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,7 @@ class Support:
             counted by class. Default: ``{}``
         mixing (dict of str to int, optional): those of them in which tokens act on one another,
             which no map shows. Default: ``{}``
+        target (Any, optional): what the methods were tried on. Default: None
 
     Examples::
 
@@ -100,6 +102,7 @@ class Support:
     held: float = 1.0
     outside: Mapping[str, int] = field(default_factory=dict)
     mixing: Mapping[str, int] = field(default_factory=dict)
+    target: Any = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         tried = [(name, why or "works") for name, why in self.methods.items()]
