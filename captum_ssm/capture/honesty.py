@@ -4,14 +4,15 @@ What is measured on a graph is wrong where a part of the model hides from it: a 
 ``torch.no_grad()`` around some tokens, a straight-through estimator, a backward pass of its own. So
 the model is run again with what its mixers returned held, and some tokens of it and of the inputs
 moved a little. A token that changes, and of which the graph says that it depends on none of these,
-is made of something that the graph does not show. What a token makes of itself is not asked.
+is made of something that the graph does not show, and relevance would lie on other tokens. Where
+the tokens are the right ones, the sizes are compared: a small step of all of them against the
+graph's derivative along it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.embedded_ids import entries_of
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.promise import Promise
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.errors import UnsupportedModelError
@@ -44,19 +46,45 @@ _STEPS = 4
 _STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
+# The sizes are compared by a step forth and one back, of so much of the tokens' size, of the eps of
+# their dtype: what is rounded in them is then as small as what is not linear.
+_POWER = 1 / 3
+# The smallest share of a token's change that counts; and how much more than what the two steps have
+# in common, by which the change is not linear, or jumps.
+_LEAST_SHARE, _TIMES_BENT = 0.02, 3
+# A value is rounded by so many eps, through all that is computed on the way.
+_ROUNDINGS = 8
 # What a model raises when moved tokens choose otherwise, as by a router, than those that the held
 # results of its mixers belong to: other shapes, or calls that were not made before.
 _OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
 
 
-HIDDEN = (
-    "depends on tokens in a way that autograd does not show (a detach() or torch.no_grad() around "
-    "some of them, a straight-through estimator, or a backward pass of its own)"
-)
+@dataclass(frozen=True)
+class Hidden:
+    """What is made of tokens in a way that its graph does not show.
+
+    Args:
+        name (str): what it is.
+        share (float, optional): the part of a small change there that the graph does not show,
+            where it shows the tokens that it comes from. Default: None, where it does not
+    """
+
+    name: str
+    share: float | None = None
+
+    def __str__(self) -> str:
+        part = "" if self.share is None else f", for {self.share:.0%} of what they change there"
+        return (
+            f"{self.name} depends on tokens in a way that autograd does not show (a detach() or "
+            "torch.no_grad() around some of them, a straight-through estimator, or a backward pass "
+            f"of its own){part}"
+        )
 
 
 def check_honesty(request: Request, structure: frozenset[Any]) -> None:
-    """Raise where tokens are made of what the graph between the mixers does not show.
+    """Raise where tokens are made of others than the graph between the mixers shows.
+
+    Where they are made of these by more than it shows, a warning says so.
 
     Args:
         request (Request): of a model that runs here. A text is looked at by some of its tokens.
@@ -66,16 +94,16 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
         UnsupportedModelError: naming what is made so.
     """
     known = known_of(request.module)
-    if structure <= known.honest:
-        return
-    found = look_for_hidden(request)
-    if found is not None:
-        raise UnsupportedModelError(
-            f"{found} {HIDDEN}, so that it cannot be told which row of a map is read where. "
-            "Expected mixers that are connected by differentiable operations. The maps of single "
-            "layers are right all the same (captum_ssm.hidden_attention)."
-        )
-    known.honest |= structure
+    if not structure <= known.honest:
+        found = look_for_hidden(request)
+        if found is not None and found.share is None:
+            raise UnsupportedModelError(
+                f"{found}, so that it cannot be told which row of a map is read where. Expected "
+                "mixers that are connected by differentiable operations. The maps of single layers "
+                "are right all the same (captum_ssm.hidden_attention)."
+            )
+        known.honest |= structure
+    warn_of_hidden(request.module)
 
 
 def warn_of_hidden(model: nn.Module) -> None:
@@ -83,16 +111,16 @@ def warn_of_hidden(model: nn.Module) -> None:
     found = known_of(model).hidden
     if found is not None:
         warnings.warn(
-            f"{found} {HIDDEN}, so relevance may be missing, or lie on other tokens. It is right "
-            "where only coefficients are hidden, such as gates and norms.",
+            f"{found}, so relevance may be missing, or lie on other tokens. It is right where only "
+            "coefficients are hidden, such as gates and norms.",
             UserWarning,
             stacklevel=2,
         )
 
 
 @repeated
-def look_for_hidden(request: Request) -> str | None:
-    """The name of what is made of tokens in a way that its graph does not show, and remember it.
+def look_for_hidden(request: Request) -> Hidden | None:
+    """What is made of tokens in a way that its graph does not show, which is remembered.
 
     Args:
         request (Request): as for :func:`check_honesty`.
@@ -100,10 +128,11 @@ def look_for_hidden(request: Request) -> str | None:
     known = known_of(request.module)
     if not any(p.is_inference() for p in request.module.parameters()):
         known.hidden = _found(request)
-    return known.hidden
+    found: Hidden | None = known.hidden
+    return found
 
 
-def _found(request: Request) -> str | None:
+def _found(request: Request) -> Hidden | None:
     short = request.shortened(_FEW)
     for one in (request,) if short is None else (short, request):
         try:
@@ -150,6 +179,24 @@ class _Run:
         self._end("the output", output)
         return self
 
+    def moved(self, steps: Sequence[Tensor]) -> list[Tensor] | str:
+        """The ends after steps of the starts; why they cannot be compared, in words."""
+        held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
+        try:
+            after = _Run(self.request, held, self.results)().ends
+        except _OTHER_CHOICE as error:
+            return f"{type(error).__name__}: {error}"
+        if [end.shape for _, end in after] != [end.shape for _, end in self.ends]:
+            return "other mixers ran, or on other numbers of tokens"
+        return [end for _, end in after]
+
+    def is_repeated(self) -> bool:
+        """Whether the same starts lead to the same ends again."""
+        again = self.moved([torch.zeros_like(one) for one in self.starts])
+        return not isinstance(again, str) and all(
+            torch.equal(a, b) for a, (_, b) in zip(again, self.ends, strict=True)
+        )
+
     def _end(self, name: str, value: Tensor) -> None:
         if value.is_floating_point():
             self.ends.append((name, value))
@@ -163,7 +210,7 @@ class _Run:
     def _after_mixer(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         path = self.paths[module]
         call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
-        self._end(path, call.given_tokens().clone())
+        self._end(f"what {path} is given", call.given_tokens().clone())
         if not self.held:
             # A result with its graph would keep the mixer's weights and activations.
             detached = map_tensors(torch.Tensor.detach, result)
@@ -182,40 +229,31 @@ def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwa
     return forward(*args, **kwargs) if found is None else found
 
 
-def _hidden(request: Request) -> str | None:
-    # The name of what depends on more than the graph shows.
+def _hidden(request: Request) -> Hidden | None:
+    # What depends on more than the graph shows.
     with torch.enable_grad():
         run = _Run(request)()
-        promise = _Promise([end for _, end in run.ends], run.starts)
+        promise = Promise([end for _, end in run.ends], run.starts)
     is_compared, reason = False, "none of them was seen in a run"
     with torch.no_grad():
         for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
-            held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
-            try:
-                after = _Run(request, held, run.results)().ends
-            except _OTHER_CHOICE as error:
-                reason = f"{type(error).__name__}: {error}"
-                continue
-            if [end.shape for _, end in after] != [end.shape for _, end in run.ends]:
-                reason = "other mixers ran, or on other numbers of tokens"
+            after = run.moved(steps)
+            if isinstance(after, str):
+                reason = after
                 continue
             is_compared = True
             moved = [
                 (name, (a.double() - b.double()).abs().amax(-1))
-                for (name, a), (_, b) in zip(after, run.ends, strict=True)
+                for (name, b), a in zip(run.ends, after, strict=True)
             ]
             least = _LEAST * max(float(change.amax()) for _, change in moved)
             for k, ((name, change), depends) in enumerate(zip(moved, promise(steps), strict=True)):
                 doubtful = (~depends & (change > least)).nonzero().tolist()
-                if all(promise.is_shown(k, tuple(token), steps) for token in doubtful):
-                    continue
-                held = [one.detach() for one in run.starts]
-                again = _Run(request, held, run.results)().ends
-                if not all(
-                    torch.equal(a, b) for (_, a), (_, b) in zip(again, run.ends, strict=True)
-                ):
-                    return None  # it is another one at each run
-                return "the output" if name == "the output" else f"what {name} is given"
+                if not all(promise.is_shown(k, tuple(token), steps) for token in doubtful):
+                    return Hidden(name) if run.is_repeated() else None
+        unshown = _unshown(run, promise) if is_compared else None
+    if unshown is not None and run.is_repeated():
+        return unshown
     if not is_compared:
         warnings.warn(
             f"{type(request.module).__name__} could not be run with its tokens moved a little "
@@ -225,6 +263,52 @@ def _hidden(request: Request) -> str | None:
             stacklevel=2,
         )
     return None
+
+
+def _unshown(run: _Run, promise: Promise) -> Hidden | None:
+    # What a small step of all tokens changes by more, or less, than the graph's derivative says.
+    dtypes = {x.dtype for x in (*run.starts, *(end for _, end in run.ends))}
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    generator = torch.Generator().manual_seed(1)
+    length = eps**_POWER
+    # Each number moves by a part of itself: a token that is zero would move too far for its norm.
+    noise = (torch.randn(x.shape, generator=generator).to(x) for x in run.starts)
+    steps = [length * r * x.detach() for r, x in zip(noise, run.starts, strict=True)]
+    forth, back = run.moved(steps), run.moved([-step for step in steps])
+    if isinstance(forth, str) or isinstance(back, str):
+        return None
+    promised = promise.along(steps)
+    for k, (name, before) in enumerate(run.ends):
+        here, there, before, known = (x.double() for x in (forth[k], back[k], before, promised[k]))
+        changed, bent = (here - there) / 2, (here + there) / 2 - before
+        missing, size = changed - known, changed.norm(dim=-1)
+        allowed = (
+            _LEAST_SHARE * torch.maximum(size, known.norm(dim=-1))
+            + _TIMES_BENT * bent.norm(dim=-1)
+            + _ROUNDINGS * eps * before.norm(dim=-1)
+        )
+        doubtful = (missing.norm(dim=-1) > allowed) & (size > _LEAST * size.amax())
+        if not bool(doubtful.any()):
+            continue
+        seed = torch.nn.functional.normalize(missing, dim=-1) * doubtful[..., None]
+        # A kernel's backward pass may stand in the derivative as zero.
+        left = float((seed * changed).sum()) - promise.of(k, seed, steps)
+        if left <= float(allowed[doubtful].sum()):
+            continue
+        after = run.moved([_STEP / length * step for step in steps])
+        far = None if isinstance(after, str) else (after[k].double() - before) * (length / _STEP)
+        if far is None or (
+            _goes_on(changed, far, doubtful) and _goes_on(missing, far - known, doubtful)
+        ):
+            return Hidden(name, min(1.0, left / float(size[doubtful].sum())))
+    return None
+
+
+def _goes_on(change: Tensor, far: Tensor, at: Tensor) -> bool:
+    # Whether a change by small steps is there in long ones too, in their unit. What is rounded
+    # stands still in small ones, and a norm of nearly nothing does in long ones.
+    small, far = change[at], far[at]
+    return float((small * far).sum()) > 0.5 * float(small.square().sum())
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
@@ -237,67 +321,15 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
         steps = []
         for x, axis in zip(starts, axes, strict=True):
             sets = chosen[x.shape[axis]]
-            size = _STEP * x.detach().double().square().mean().sqrt()
-            step = torch.randn(x.shape, generator=generator).to(x.device) * size.clamp(min=1e-6)
             shape = [1] * x.dim()
             shape[axis] = -1
-            steps.append((step * sets[k % len(sets)].to(x.device).view(shape)).to(x.dtype))
+            step = _noise(x, generator, _STEP)
+            steps.append(step * sets[k % len(sets)].to(x.device).view(shape))
         found.append(steps)
     return found
 
 
-class _Promise:
-    """Which tokens of the starts each token of the ends depends on, as the graph says.
-
-    A call says so for all of them at once, by differentiating the backward pass. A kernel's own
-    backward pass cannot be differentiated in its turn, and then stands there as if it depended on
-    nothing: what a call denies is asked of the backward pass itself, one token at a time.
-    """
-
-    def __init__(self, ends: Sequence[Tensor], starts: Sequence[Tensor]) -> None:
-        self.ends, self.starts = ends, starts
-        self.duals = [torch.zeros_like(end, requires_grad=True) for end in ends]
-        self.back: Sequence[Tensor | None] = [None] * len(starts)
-        self._read: dict[tuple[int, tuple[int, ...]], list[Tensor | None]] = {}
-        live = [k for k, end in enumerate(ends) if end.requires_grad]
-        with suppress(RuntimeError):  # it says that it cannot be differentiated twice
-            self.back = self._gradients(live, [self.duals[k] for k in live], create_graph=True)
-
-    def __call__(self, steps: list[Tensor]) -> list[Tensor]:
-        """Whether each token of the ends depends on one that a step moves.
-
-        A moved token is not a number, which a derivative of zero passes on, such as that of a
-        saturated tanh.
-        """
-        pairs = [
-            (one, step.masked_fill(step != 0, torch.nan))
-            for one, step in zip(self.back, steps, strict=True)
-            if one is not None and one.requires_grad
-        ]
-        found: Sequence[Tensor] = self.duals  # zeros
-        if pairs:
-            outputs, given = zip(*pairs, strict=True)
-            with suppress(RuntimeError):  # as above
-                found = torch.autograd.grad(
-                    outputs, self.duals, given, retain_graph=True, materialize_grads=True
-                )
-        return [(change.detach() != 0).any(-1) for change in found]
-
-    def is_shown(self, end: int, token: tuple[int, ...], steps: list[Tensor]) -> bool:
-        """Whether a backward pass from a token of an end comes to a token that a step moves."""
-        if (end, token) not in self._read:
-            seed = torch.zeros_like(self.ends[end])
-            seed[token] = torch.nan
-            is_live = self.ends[end].requires_grad
-            found = self._gradients([end], [seed]) if is_live else [None] * len(steps)
-            self._read[end, token] = [None if g is None else g != 0 for g in found]
-        pairs = zip(self._read[end, token], steps, strict=True)
-        return any(bool((read & (step != 0)).any()) for read, step in pairs if read is not None)
-
-    def _gradients(
-        self, ends: Sequence[int], seeds: Sequence[Tensor], **options: bool
-    ) -> Sequence[Tensor | None]:
-        live = [self.ends[k] for k in ends]
-        return torch.autograd.grad(
-            live, self.starts, seeds, retain_graph=True, allow_unused=True, **options
-        )
+def _noise(x: Tensor, generator: torch.Generator, share: float) -> Tensor:
+    # A step of all tokens, of that share of their size.
+    size = share * x.detach().double().square().mean().sqrt().clamp(min=1e-6)
+    return (torch.randn(x.shape, generator=generator).to(x.device) * size).to(x.dtype)

@@ -172,6 +172,8 @@ def _with_score(
 ) -> Recording:
     recording = replace(recording, score=score(recording))
     if cuts is None or cuts.whole:
+        if not recording.reads_mixers:
+            raise no_graph()
         return recording
     if not cuts.are_read_by(recording.score):
         raise no_graph()

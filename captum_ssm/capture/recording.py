@@ -15,7 +15,7 @@ from captum_ssm.capture.model import extract_logits, unwrap
 from captum_ssm.capture.request import Request
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_read_past
+from captum_ssm.graph.reachability import is_read_past, nodes_before
 from captum_ssm.graph.relevance_rules import goes_through_activation, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.models.token_grid import TokenGrid, find_token_grid
@@ -113,6 +113,17 @@ class Recording:
         if output.dim() == 1:
             return output
         return None if self.is_language else self.score
+
+    @property
+    def reads_mixers(self) -> bool:
+        """Whether the score depends on what any of the mixers returned, as the graph shows.
+
+        A function with a backward pass of its own may have run all of them.
+        """
+        edges = [self.edges[call.order] for call in self.calls]
+        ends = {edge.node for edge in edges if edge is not None}
+        start = None if self.score is None else self.score.grad_fn
+        return start is not None and not ends.isdisjoint(nodes_before([start], ends))
 
     @property
     def device(self) -> torch.device:
@@ -249,8 +260,9 @@ def no_graph() -> ValueError:
     """The error for a score that no gradient can be taken of."""
     return ValueError(
         "the target does not depend differentiably on the mixers' outputs: forward_func "
-        "detaches them or runs under torch.no_grad() itself. Let it return the model's "
-        "own output."
+        "detaches them, runs under torch.no_grad() itself, or calls them in a function whose "
+        "backward pass hides them, such as a checkpoint; expected the model's own output. "
+        "torch.utils.checkpoint is switched off during the run."
     )
 
 

@@ -126,14 +126,6 @@ def _product(factors: Set[int], gates: Set[int]) -> Rule | None:
     return _scaled({i: None if i in gates else share for i in factors})
 
 
-def _refused(node: Node, centered: bool) -> Rule:
-    raise ValueError(
-        f"forward_func runs a part of the model under {node.name()}, which hides that part's "
-        "graph; expected a forward_func without it, or with torch.utils.checkpoint, which is "
-        "switched off during the run. Turn checkpointing off."
-    )
-
-
 def _power(base: Tensor, exponent: Tensor) -> Rule:
     # The base times a constant. With an exponent that is not positive, it is a denominator.
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
@@ -331,7 +323,6 @@ RULES: dict[str, NodeRule] = {
     **dict.fromkeys(("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm"), _batch_norm),
     **dict.fromkeys(("SwiGLUFunction", "SwiGLULinearFunction"), _swiglu),
     **dict.fromkeys(("SquaredReLUFunction", "Var"), _degree(lambda node: 2)),
-    "CheckpointFunction": _refused,
     "FusedRmsNorm": _rms_norm,
     "Glu": _glu,
     "LayerNormFn": _added_norm,

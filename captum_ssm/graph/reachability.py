@@ -90,11 +90,13 @@ class Side:
         edge (GradientEdge): the tensor.
         read (frozenset of int): the leaves that it is made of.
         is_factor (bool): whether it only multiplies, as a gate does.
+        count (int): how often it joins.
     """
 
     edge: GradientEdge
     read: frozenset[int]
     is_factor: bool
+    count: int
 
 
 class SegmentGraph:
@@ -162,14 +164,13 @@ class SegmentGraph:
         def passes(edge: GradientEdge) -> bool:
             return self._bits(edge) & through != 0
 
-        found: dict[GradientEdge, bool] = {}
+        found: dict[GradientEdge, list[bool]] = {}
         for node, edge in edges_before(root.edge.node, self._ends, passes):
             if self._bits(edge) and not passes(edge):
-                is_factor = node.name().startswith(_FACTORS)
-                found[edge] = found.get(edge, True) and is_factor
+                found.setdefault(edge, []).append(node.name().startswith(_FACTORS))
         return [
-            Side(edge, self.read_by(edge), is_factor)
-            for edge, is_factor in found.items()
+            Side(edge, self.read_by(edge), all(are_factors), len(are_factors))
+            for edge, are_factors in found.items()
             if tokens is None or _times_finer(edge, tokens) < 2
         ]
 

@@ -35,7 +35,7 @@ class Known:
         unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
         honest (frozenset, optional): what its graphs are made of that were found to tell the truth.
             Default: frozenset()
-        hidden (str, optional): what in it depends on tokens in a way that autograd does not show.
+        hidden (Any, optional): what in it depends on tokens in a way that autograd does not show.
             Default: None
         mixes_examples (bool, optional): whether a score of an example depends on others of its
             batch. Default: None, not looked at
@@ -50,7 +50,7 @@ class Known:
     made_of: frozenset[Any] | None = None
     unknown: str | None = None
     honest: frozenset[Any] = frozenset()
-    hidden: str | None = None
+    hidden: Any = None
     mixes_examples: bool | None = None
     right: Any = None
 

@@ -69,7 +69,7 @@ def measure(
 def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
     graph.refuse_calls()
     mixing = _Mixing(graph, readout.is_per_token)
-    simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits))
+    simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits), all_read=True)
     skips = Skips(graph, is_pooled=not readout.is_per_token)
     maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
     steps, output = _stages(graph, maps), _output(graph, maps, readout)

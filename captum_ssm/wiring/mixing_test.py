@@ -75,7 +75,17 @@ def _finds_mixing(
         visit_gradients(list(roots.values()), seeds, list(leaves.values()), visit)
         if found:
             return True
-    return any(bool(one.any()) and not bool(one.all()) for one in unread.values())
+    partly = [i for i, one in unread.items() if bool(one.any()) and not bool(one.all())]
+    return any(i < 0 or _is_left_out(i, roots, leaves[i]) for i in partly)
+
+
+def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point) -> bool:
+    # Whether mixers after i are not given all tokens that it returned. Derivatives of zero, as of
+    # an MLP of padding, pass on what is not a number: only a choice of tokens keeps it from one.
+    later = [root for k, root in roots.items() if k > i]
+    seeds = [root.noise(torch.Generator()).fill_(torch.nan) for root in later]
+    (found,) = gradients(later, seeds, [leaf])
+    return found is not None and not bool((found != 0).any(-1).all())
 
 
 @dataclass(frozen=True)

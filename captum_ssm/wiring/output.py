@@ -161,6 +161,7 @@ class OutputReads:
         parts, held = [], 1.0
         for k, read in gone:
             assert read is not None
+            read = read.abs()
             at = (read > 0.01 * read.amax(1, keepdim=True)).any(0).nonzero()[:, 0].tolist()
             where = f"token {at[0]}" if len(at) == 1 else f"{len(at)} tokens"
             # All tokens of an output are read, each for itself.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.graph.points import Point
+from captum_ssm.graph.points import Point, gradients
 from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
+from captum_ssm.wiring.wiring import INPUT
 
 
 def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, ...]:
@@ -40,6 +43,8 @@ def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, .
             f"or with another one, there; expected the same for all that read them. {ADVICE}"
         )
     (added,) = found
+    if added and all(_is_taken_off(graph, step, root, added) for root in nexts):
+        return ()
     rest, streams = added, []
     for back in range(step + 1):
         first = graph.groups[step - back][0]
@@ -65,6 +70,16 @@ def is_given_stream(graph: MixerGraph, step: int) -> bool | None:
     if given is None or not nexts:
         return None
     return any(graph.cut.is_added(root, group, given) for root in nexts)
+
+
+def _is_taken_off(graph: MixerGraph, step: int, root: Point, added: frozenset[int]) -> bool:
+    # Whether what is added to a step's tokens is subtracted again before they are read.
+    sides = graph.cut.sides(root, graph.groups[step], None)
+    if sum(side.count for side in sides if not side.is_factor) < 2:
+        return False
+    leaves = [graph.ways[INPUT - i].leaf if i < 0 else graph.exits[i] for i in added]
+    found = gradients([root], [root.noise(torch.Generator().manual_seed(0))], leaves)
+    return not any(one is not None and bool(one.any()) for one in found)
 
 
 def _nexts(graph: MixerGraph, step: int) -> list[Point]:

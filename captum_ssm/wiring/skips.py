@@ -58,21 +58,42 @@ class Again:
     def strength(self) -> Tensor:
         r"""How strongly each token reads it, next to the stream, which counts one: ``(B, T)``.
 
-        The ratio of the norms of the two Jacobians of the last of what both are made of.
+        The ratio of the norms of the two Jacobians of the last of what both are made of, negative
+        for what :attr:`is_subtracted`.
         """
         whole = replace(self.way, around=())
         size = whole.leaf.width
         count = min(16, max(2, 256 // size)) if size > 16 else size
         total = torch.zeros(2, whole.root.tokens, dtype=torch.float64)
         for seed in orthogonal(whole.leaf, whole.batch, count, seed=1):
-            direction = whole.leaf.unflat(seed)
-            mine, others, both = (
-                pushed(way, direction)[0].double() for way in (self.way, self.every, whole)
-            )
-            parts = (mine, both - others)
+            parts = self._parts(whole.leaf.unflat(seed))
             total += torch.stack([part.square().sum(-1) for part in parts]).to(total)
         mine, stream = total.sqrt()
-        return torch.where(mine > 0, mine / stream.clamp(min=1e-150), 0).view(whole.batch, -1)
+        ratio = torch.where(mine > 0, mine / stream.clamp(min=1e-150), 0)
+        return torch.where(self.is_subtracted, -ratio, ratio).view(whole.batch, -1)
+
+    @cached_property
+    def is_subtracted(self) -> Tensor:
+        """Whether each token reads it with the other sign than the stream, ``(B T,)`` bool.
+
+        The cosine of the two Jacobians is below -1/2: it is near -1 for the input of a model that
+        is taken off its last tokens again, and near 0 where a layer lies on the way.
+        """
+        leaf = self.way.leaf
+        total = torch.zeros(3, self.way.root.tokens, dtype=torch.float64)
+        for seed in orthogonal(leaf, self.way.batch, min(leaf.width, 4), seed=2):
+            # All tokens move alike: others may be read by it than by the stream.
+            mine, stream = self._parts(leaf.unflat(seed[:1].expand_as(seed)))
+            products = (mine * stream, mine.square(), stream.square())
+            total += torch.stack([one.sum(-1) for one in products]).to(total)
+        both, *sizes = total
+        return both < -0.5 * (sizes[0] * sizes[1]).sqrt()
+
+    def _parts(self, direction: Tensor) -> tuple[Tensor, Tensor]:
+        # What a step of the last of what both are made of changes, by this way and by the stream.
+        ways = (self.way, self.every, replace(self.way, around=()))
+        mine, others, both = (pushed(way, direction)[0].double() for way in ways)
+        return mine, both - others
 
     @cached_property
     def is_in_place(self) -> bool:

@@ -226,7 +226,7 @@ class TokenMaps:
             return
         if is_aside:
             self.aside.add(i)
-        whole = 1 + reduce(torch.add, [strength for _, strength in found])
+        whole = 1 + reduce(torch.add, [strength.abs() for _, strength in found])
         self.read_again[i] = tuple(
             (step, link.of(strength / whole)) for reads, strength in found for step, link in reads
         )

@@ -54,11 +54,11 @@ class CheckpointFunction(Kernel):
 
 
 class Checkpointed(nn.Module):
-    """A model that checkpoints a block by another function than PyTorch's."""
+    """A model that checkpoints its blocks by another function than PyTorch's."""
 
-    def __init__(self):
+    def __init__(self, function=CheckpointFunction):
         super().__init__()
-        self.model = tiny()
+        self.model, self.function = tiny(), function
 
     def get_input_embeddings(self):
         return self.model.get_input_embeddings()
@@ -66,7 +66,7 @@ class Checkpointed(nn.Module):
     def forward(self, tokens):
         embeddings = self.get_input_embeddings()(tokens)
         run = self.model.backbone
-        hidden = CheckpointFunction.apply(embeddings, lambda e: run(inputs_embeds=e)[0])
+        hidden = self.function.apply(embeddings, lambda e: run(inputs_embeds=e)[0])
         return self.model.lm_head(hidden)
 
 
@@ -177,10 +177,13 @@ CASES = {
         ValueError,
         ["does not depend differentiably"],
         model=Checkpointed,
-        methods=[MambaAttribution, LaTIM],
+        methods=[MambaAttribution, LaTIM, MambaLRP],
     ),
-    "a graph that checkpointing hides": Case(
-        ValueError, ["Turn checkpointing off"], model=Checkpointed, methods=[MambaLRP]
+    "a graph of a kernel that misses the mixers": Case(
+        ValueError,
+        ["does not depend differentiably", "backward pass hides them"],
+        model=lambda: Checkpointed(Kernel),
+        methods=[MambaAttribution, LaTIM, MambaLRP],
     ),
     "a pooled output that is detached": Case(
         ValueError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build
-from methods import assert_close
+from methods import MAPS, METHODS, assert_close
 from models import ids
 from test_output import E, L, after, rollout, tokens, with_forward
 
@@ -41,24 +41,75 @@ def once_more(g, source, place, change=lambda m, h: h):
 
 @torch.no_grad()
 def product(model, x, g, source, place):
-    """The row of the last token, of what is added as of a residual stream that counts g."""
+    """The row of the last token, of what is added as of a residual stream that counts g.
+
+    What is subtracted has entries of the other sign.
+    """
     states = [(x, torch.eye(L, dtype=x.dtype)[None])]
     for i, mixer in enumerate((model.a, model.b, model.c, None)):
         h, rows = states[-1]
         if i == place:
             other, its_rows = states[source]
-            h, rows = h + g * other, (rows + g * its_rows) / (1 + g)
+            h, rows = h + g * other, (rows + g * its_rows) / (1 + abs(g))
         states.append((h, rows) if mixer is None else after(mixer, h, rows))
     return states[-1][1][0, -1]
 
 
-@pytest.mark.parametrize("g", [0, 1, 5, 500])
+@pytest.mark.parametrize("g", [0, 1, 5, 500, -0.3, -1, -5])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_the_rollout_counts_it_as_much_as_it_adds(place, g):
     model, x = once_more(g, *place), tokens()
     expected = product(model, x, g, *place)
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
     assert_close(MambaRollout(model).rollout(x)[0, -1], expected, 1e-9)
+
+
+def test_what_others_hold_is_subtracted():
+    # The input in other places.
+    def forward(m, x):
+        h = m.towards(x)
+        return m.head((h + m.c(h) - 2 * x.flip(1))[:, -1])
+
+    model, x = with_forward(forward), tokens()
+    states = rollout(model, x, model.a, model.b, model.c)
+    expected = (states[3][1] - 2 * states[0][1].flip(1))[0, -1] / 3
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+
+
+def test_a_stream_that_is_taken_off_again_is_not_there():
+    def forward(m, x):
+        h = x + m.a(x)
+        return m.head((h + m.b(h) - h)[:, -1])
+
+    model, plain = (
+        with_forward(one) for one in (forward, lambda m, x: m.head(m.b(x + m.a(x))[:, -1]))
+    )
+    for method in (*MAPS, MambaLRP):
+        found, expected = (method(one).attribute(tokens(), target=1) for one in (model, plain))
+        assert_close(found, expected, 1e-9)
+
+
+SUBTRACTED = {
+    "from the stream": lambda m, h, mixer: h - mixer(h),
+    "the stream from it": lambda m, h, mixer: -(mixer(h) - h),
+}
+
+
+@pytest.mark.parametrize("name", SUBTRACTED)
+def test_a_branch_that_is_subtracted_has_a_projection_of_the_other_sign(name):
+    step = SUBTRACTED[name]
+
+    def forward(m, x):
+        h = step(m, x, m.a)
+        return m.head(step(m, h, m.b)[:, -1])
+
+    model, plain = with_forward(forward), with_forward(lambda m, x: m.head(m.towards(x)[:, -1]))
+    with torch.no_grad():
+        for mixer in (plain.a, plain.b):
+            mixer.out_proj.weight.neg_()
+    for method in METHODS:
+        found, expected = (method(one).attribute(tokens(), target=1) for one in (model, plain))
+        assert_close(found, expected, 1e-9)
 
 
 def test_a_layer_on_the_way_is_measured():
