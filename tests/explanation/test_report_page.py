@@ -5,11 +5,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pages
 import pytest
 from tabs import Seen
 
-from captum_ssm.explanation import Report, summarize
+from captum_ssm.explanation import Report, Token, summarize
 
 COUNT = 48
 
@@ -33,12 +34,33 @@ def stories() -> Report:
     return summarize(corpus(), by=["even", "odd"] * (COUNT // 2))
 
 
+def spaced() -> Report:
+    """Texts of characters, of which each is a token."""
+    (one,) = pages.many(1).examples
+    letters = "a word and another one " * 3
+    tokens = tuple(Token(letter, 3, k, k + 1) for k, letter in enumerate(letters))
+    rows = np.random.default_rng(0).normal(size=(COUNT, len(tokens))).astype(np.float32)
+    output = replace(one.outputs[0], position=len(tokens) - 2)
+    example = replace(one, tokens=tokens, prompt=len(tokens) - 1, units={}, outputs=(output,))
+    found = pages.many(1)
+    count = len(next(iter(one.relevance.values())))
+    examples = [
+        replace(
+            example,
+            relevance={name: np.tile(row, (count, 1)) for name in one.relevance},
+        )
+        for row in rows
+    ]
+    return summarize(replace(found, examples=tuple(examples)))
+
+
 @pytest.fixture(scope="module")
 def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder, seen, tabs = tmp_path_factory.mktemp("reports"), Seen(), {}
     made = {
         "stories": stories,
         "methods": lambda: summarize(corpus(), against="raw-attention"),
+        "spaced": spaced,
         "hostile": lambda: summarize(pages.hostile()[:1]),
     }
 
@@ -73,6 +95,33 @@ def test_the_first_sight_says_what_the_corpus_tells(opened):
     assert bars.first.locator(".link").inner_text() == first.key
     assert bars.first.locator("small").inner_text() == str(first.examples)
     assert tab.locator(".columns li").count() == 10
+
+
+def test_intervals_end_where_they_end(opened):
+    tab, places = opened("stories"), stories().shares["tenth"]
+    highs = {int(one.key): one.high for one in places}
+    bars = tab.locator(".columns .column").evaluate_all(
+        """columns => columns.map(column => {
+            const parts = [column, column.querySelector("b")];
+            const [box, line] = parts.map(part => part.getBoundingClientRect());
+            return (box.bottom - line.top) / box.height;
+        })"""
+    )
+    top = max(highs.values())
+    assert bars == pytest.approx([highs[k] / top for k in sorted(highs)], abs=0.02)
+
+
+def test_spaces_that_are_tokens_end_lines(opened):
+    tab = opened("spaced")
+    text = tab.locator(".cards .mini").first
+    text.locator(".part").first.wait_for()
+    # No line is broken within a word, and so none is left almost empty.
+    starts = text.locator(".part").evaluate_all(
+        """parts => parts.filter((part, k) => k && part.offsetTop > parts[k - 1].offsetTop)
+            .map(part => part.previousElementSibling.tagName)"""
+    )
+    assert starts
+    assert {*starts} == {"WBR"}
 
 
 def test_a_slice_is_chosen_by_the_mouse_and_kept_in_the_address(opened):

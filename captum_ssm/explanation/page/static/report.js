@@ -224,7 +224,8 @@ class ReportPage {
     this.kinds.show(kinds.map((value) => ({ value, content: KIND_NAMES[value] })), values.kind);
     const find = (key) => this.set({ find: key });
     fill(this.bars, shareBars((shares[values.kind] ?? []).slice(0, FEW_KEYS), colors, find),
-      element("p", { class: "quiet" }, "Mean share of the relevance of a text, with its 95% interval over examples, sorted by the interval’s lower end; at the right, in how many examples."));
+      element("p", { class: "quiet" }, "Mean share of the relevance of a text, with its 95% interval over examples, sorted by the interval’s lower end; "
+        + "orange where it mostly supports the answer, blue where it opposes it. At the right, in how many examples."));
     const places = Object.keys(PLACE_NAMES).filter((place) => data.shares[place]);
     this.places.show(places.map((value) => ({ value, content: PLACE_NAMES[value] })), values.place);
     fill(this.columns, placeColumns(values.place, shares[values.place] ?? [], slice && data.shares[values.place], colors));
@@ -263,8 +264,10 @@ class ReportPage {
       element("p", {}, `${percent(mean)} of the relevance of a text lies elsewhere there (${percent(low)} to ${percent(high)}); `
         + `${count(change.flipped, "prediction")} differ${change.flipped === 1 ? "s" : ""}${change.unpaired ? `; ${count(change.unpaired, "example")} had no partner` : ""}.`),
       element("div", { class: "two" },
-        element("div", {}, element("h3", {}, "Shares that moved most"), change.shares.length
-          ? differenceBars(change.shares.slice(0, 10), ["there", "here"], find) : element("p", { class: "quiet" }, "None beyond chance.")),
+        element("div", {}, element("h3", {}, "Shares that moved most"), ...(change.shares.length
+          ? [differenceBars(change.shares.slice(0, 10), ["there", "here"], find),
+            element("p", { class: "quiet" }, `Part of all relevance: a filled dot by ${visible(change.other)}, a ring here.`)]
+          : [element("p", { class: "quiet" }, "None beyond chance.")])),
         element("div", {}, element("h3", {}, "Examples that changed most"), this.#cardsOf(
           [...this.lines].filter((line) => line.moved !== null && this.texts.has(line.index)).sort((a, b) => b.moved - a.moved).slice(0, 3).map(({ index }) => index), this.other))));
   }

@@ -59,14 +59,14 @@ export function placeColumns(kind, entries, reference, colors) {
   const sorted = [...entries].sort(([a], [b]) => a - b).slice(0, 40);
   if (kind === "distance" || kind === "end") sorted.reverse();
   const all = new Map(reference?.map((entry) => [entry[0], entry[2]]));
-  const top = Math.max(...sorted.map(([, , share]) => share), ...(reference ? all.values() : []), 1e-9);
+  const top = Math.max(...sorted.map(([, , , , high]) => high), ...(reference ? all.values() : []), 1e-9);
   const columns = sorted.map(([key, examples, share, low, high, , leaning]) => {
     const bar = element("i");
     bar.style.height = `${(100 * share) / top}%`;
     bar.style.backgroundColor = colors.of(leaning || 1, 1.4).css;
     const whisker = element("b");
     whisker.style.bottom = `${(100 * low) / top}%`;
-    whisker.style.height = `${(100 * (Math.min(high, top) - low)) / top}%`;
+    whisker.style.height = `${(100 * (high - low)) / top}%`;
     const mark = element("u");
     if (all.has(key)) mark.style.bottom = `${(100 * all.get(key)) / top}%`;
     const told = `${placeTold(kind, key)}: ${percent(share)}, 95% interval ${percent(low)} to ${percent(high)}, in `

@@ -48,7 +48,7 @@ export function sliceRow(part, shares, isChosen, { hasRight, choose }) {
     hasRight && element("td", {}, part.right === null ? "·" : percent(part.right)),
     element("td", {}, element("span", { class: "spark", role: "img",
       "aria-label": `Shares of the tenths of the text: ${tenths.map(percent).join(", ")}` }, marks)),
-    element("td", { class: "more" }, more.map(([, key], k) => [k > 0 && ", ", element("span", { class: "token" }, name(String(key)))])));
+    element("td", { class: "more" }, more.map(([, key], k) => [k > 0 && " · ", element("span", { class: "token" }, name(String(key)))])));
 }
 
 export function reportFacts(data) {

@@ -49,7 +49,7 @@ export class ShownTexts {
       const swatch = relevance.has(first + k) ? colors.of(relevance.values[first + k], scale) : null;
       const node = element("span", { class: ["part", !before && "joined", first + k === relevance.own && "reads"].filter(Boolean).join(" ") }, body);
       if (swatch) Object.assign(node.style, { backgroundColor: swatch.css, color: swatch.text });
-      return [before, node];
+      return [before, node, !text.trim() && element("wbr")]; // a line may end at a space that is a token
     });
     return [first > 0 && "… ", parts, end <= relevance.read && " …"];
   }
