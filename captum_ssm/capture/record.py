@@ -186,7 +186,14 @@ def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
     if not cuts.is_connected(logits):
         return recording
     in_grid = recording.grid(request.module) is not None
-    wiring = measure(cuts, logits, request.batch, score=recording.entry, in_grid=in_grid)
+    wiring = measure(
+        cuts,
+        logits,
+        request.batch,
+        score=recording.entry,
+        in_grid=in_grid,
+        mask=recording.mask,
+    )
     return replace(recording, wiring=wiring)
 
 

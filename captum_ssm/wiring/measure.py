@@ -35,6 +35,7 @@ def measure(
     *,
     score: Tensor | None = None,
     in_grid: bool = False,
+    mask: Tensor | None = None,
 ) -> Wiring:
     """The wiring of the run that ``cuts`` was made for.
 
@@ -46,6 +47,7 @@ def measure(
             read from are asked for, not those of the whole output. Default: None
         in_grid (bool, optional): whether it is known which token is which patch, so that the way
             from the input does not have to be measured. Default: False
+        mask (Tensor, optional): ``(B, L)`` bool, False for padding. Default: None
     """
     end = at = None
     if output is not None and output.requires_grad and output.is_floating_point():
@@ -55,7 +57,7 @@ def measure(
     cuts.measuring = True
     try:
         graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
-        wiring = _measured(graph, OutputReads(graph, at))
+        wiring = _measured(graph, OutputReads(graph, at), mask)
     except UnsupportedModelError as error:
         count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
         wiring = replace(sequence(count, tokens), refused=str(error))
@@ -66,9 +68,9 @@ def measure(
     return replace(wiring, structure=structure(nodes, is_cut=True))
 
 
-def _measured(graph: MixerGraph, readout: OutputReads) -> Wiring:
+def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> Wiring:
     graph.refuse_calls()
-    mixing = _Mixing(graph, readout.is_per_token)
+    mixing = _Mixing(graph, mask, per_token=readout.is_per_token)
     simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits), all_read=True)
     skips = Skips(graph, is_pooled=not readout.is_per_token)
     maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
@@ -148,8 +150,8 @@ def _is_selected(graph: MixerGraph, i: int) -> bool:
 
 class _Mixing:
     # Whether tokens act on one another between mixers whose tokens are the same.
-    def __init__(self, graph: MixerGraph, per_token: bool) -> None:
-        self.graph, self.per_token = graph, per_token
+    def __init__(self, graph: MixerGraph, mask: Tensor | None, *, per_token: bool) -> None:
+        self.graph, self.mask, self.per_token = graph, mask, per_token
         self._unmixed: list[set[int]] = []
 
     def between(self, leaves: Sequence[int], *, all_read: bool = False) -> bool:
@@ -162,7 +164,7 @@ class _Mixing:
             roots[end] = output
         known = {i: root for i, root in roots.items() if root is not None}
         exits = {i: graph.exits[i] for i in leaves}
-        return is_mixed(known, exits, graph.orders, all_read=all_read)
+        return is_mixed(known, exits, graph.orders, all_read=all_read, mask=self.mask)
 
     def unmixed(self) -> list[set[int]]:
         # Mixers of equally many tokens, in groups in which each token is read in its place only.

@@ -30,18 +30,20 @@ def is_mixed(
     orders: Orders,
     *,
     all_read: bool = False,
+    mask: Tensor | None = None,
 ) -> bool:
     """Whether tokens that mixers are given depend on tokens of mixers and inputs in other places.
 
     So they do where some tokens of an input are read, and others, for which there is another token
-    in their place, are not. With ``all_read`` the same is asked of what mixers returned.
+    in their place, are not. With ``all_read`` the same is asked of what mixers returned,
+    except for padding, where the mask ``(B, L)`` is False.
     """
     asked = [i for i in leaves if i < 0 or all_read]
     if max(point.width for point in leaves.values()) < _WIDE:
-        return _finds_mixing(roots, leaves, orders, asked)
+        return _finds_mixing(roots, leaves, orders, asked, mask)
     with RankOneProducts():
-        suspected = _finds_mixing(roots, leaves, orders, asked)
-    return suspected and _finds_mixing(roots, leaves, orders, asked)
+        suspected = _finds_mixing(roots, leaves, orders, asked, mask)
+    return suspected and _finds_mixing(roots, leaves, orders, asked, mask)
 
 
 def _finds_mixing(
@@ -49,6 +51,7 @@ def _finds_mixing(
     leaves: Mapping[int, Point],
     orders: Orders,
     asked: Iterable[int],
+    mask: Tensor | None,
 ) -> bool:
     count = next(iter(leaves.values())).tokens
     generator = torch.Generator().manual_seed(0)
@@ -76,16 +79,21 @@ def _finds_mixing(
         if found:
             return True
     partly = [i for i, one in unread.items() if bool(one.any()) and not bool(one.all())]
-    return any(i < 0 or _is_left_out(i, roots, leaves[i]) for i in partly)
+    return any(i < 0 or _is_left_out(i, roots, leaves[i], mask) for i in partly)
 
 
-def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point) -> bool:
+def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point, mask: Tensor | None) -> bool:
     # Whether mixers after i are not given all tokens that it returned. Derivatives of zero, as of
     # an MLP of padding, pass on what is not a number: only a choice of tokens keeps it from one.
     later = [root for k, root in roots.items() if k > i]
     seeds = [root.noise(torch.Generator()).fill_(torch.nan) for root in later]
     (found,) = gradients(later, seeds, [leaf])
-    return found is not None and not bool((found != 0).any(-1).all())
+    if found is None:
+        return False
+    is_read = (found != 0).any(-1)
+    if mask is not None and mask.numel() == leaf.tokens:
+        is_read |= ~mask.flatten().to(is_read.device)
+    return not bool(is_read.all())
 
 
 @dataclass(frozen=True)
