@@ -256,6 +256,14 @@ class FrozenModel:
         """
         if self.wiring.refused is not None:
             raise UnsupportedModelError(self.wiring.refused)
+        if self.wiring.unread is not None:
+            warnings.warn(
+                f"the score does not depend on what {self.wiring.unread} returned (it is "
+                "multiplied by zero, or subtracted again), which maps count all the same. MambaLRP "
+                "accounts for it, and start_layer leaves out the first layers.",
+                UserWarning,
+                stacklevel=2,
+            )
         if self.wiring.neighbor_share:
             warnings.warn(
                 f"between mixers tokens read up to {self.wiring.neighbor_share:.1%} from one "

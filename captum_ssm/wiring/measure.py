@@ -20,7 +20,7 @@ from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.ledger import structure
 from captum_ssm.wiring.mixer_graph import MixerGraph
-from captum_ssm.wiring.mixing_test import is_mixed
+from captum_ssm.wiring.mixing_test import is_mixed, unread
 from captum_ssm.wiring.output import OutputReads
 from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
 from captum_ssm.wiring.skips import Skips
@@ -104,6 +104,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         held=held,
         past=said,
         rows=readout.rows(),
+        unread=_unread(graph),
     )
 
 
@@ -140,6 +141,15 @@ def _counts_agree(graph: MixerGraph, readout: OutputReads) -> bool:
     points = [*graph.leaves, *entries]
     is_one = len({point.tokens for point in points}) == 1
     return is_one and all(point.shape[0] == graph.batch for point in points)
+
+
+def _unread(graph: MixerGraph) -> str | None:
+    # The mixers whose results reach nothing.
+    roots = [root for root in graph.entries.values() if root is not None]
+    if graph.entries[graph.end] is None:
+        return None
+    mixers = {i: leaf for i, leaf in graph.exits.items() if i >= 0}
+    return ", ".join(map(graph.name, unread(roots, mixers))) or None
 
 
 def _is_selected(graph: MixerGraph, i: int) -> bool:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,6 +95,23 @@ def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point, mask: Tensor |
     if mask is not None and mask.numel() == leaf.tokens:
         is_read |= ~mask.flatten().to(is_read.device)
     return not bool(is_read.all())
+
+
+def unread(roots: Sequence[Point], leaves: Mapping[int, Point]) -> list[int]:
+    """The leaves that no root depends on, as those that are subtracted again or multiplied by zero.
+
+    The graph may show ways to them all the same.
+    """
+    numbers, dead = list(leaves), set(leaves)
+
+    def visit(k: int, gradient: Tensor) -> None:
+        if bool((gradient != 0).any()):
+            dead.discard(numbers[k])
+
+    generator = torch.Generator().manual_seed(0)
+    seeds = [partial(root.noise, generator) for root in roots]
+    visit_gradients(roots, seeds, list(leaves.values()), visit)
+    return sorted(dead)
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,7 @@ class Wiring:
         past (str, optional): what goes past them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the place that it has among the last n. Default: None
+        unread (str, optional): the mixers whose results reach nothing, by name. Default: None
         structure (frozenset, optional): what the graph between the mixers is made of.
             Default: frozenset(), for nothing known
     """
@@ -184,6 +185,7 @@ class Wiring:
     held: float = 1.0
     past: str | None = None
     rows: Tensor | None = None
+    unread: str | None = None
     structure: frozenset[Any] = frozenset()
 
     @cached_property

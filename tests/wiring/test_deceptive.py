@@ -1,0 +1,118 @@
+"""Wirings that deceive: ways that are hidden at their own tokens, and results that go nowhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from methods import MAPS
+from test_output import (
+    DoubledOnce,
+    L,
+    straight,
+    tokens,
+    two,
+    warnings_of_relevance,
+    with_forward,
+)
+from torch import nn
+
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose backward pass makes gradients smaller."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 4
+
+
+# Hidden at the tokens' own places: the share of a change that is, where it is known.
+IN_PLACE = {
+    "around two mixers": (lambda m, x: two(m, x, lambda h: h + 5 * h.detach()), 5 / 6),
+    "from the input": (lambda m, x: two(m, x, lambda h: h + 5 * x.detach()), None),
+    "before the score": (lambda m, x: m.head((m.towards(x) + 9 * x.detach())[:, -1]), None),
+    "the stream": (lambda m, x: m.head((lambda h: h.detach() + m.b(h))(x + m.a(x))[:, -1]), None),
+    "the branch": (lambda m, x: m.head((lambda h: h + m.b(h).detach())(x + m.a(x))[:, -1]), None),
+    "a smaller gradient": (lambda m, x: two(m, x, Scaled.apply), 3 / 4),
+    "a gate": (lambda m, x: two(m, x, lambda h: h * m.gate(h).sigmoid().detach()), None),
+    "of one token": (
+        lambda m, x: two(m, x, lambda h: h + (torch.arange(L) == 3)[:, None] * h.detach()),
+        1 / 2,
+    ),
+}
+# What autograd shows, or stands for by a straight-through estimator, at the tokens' own places.
+SHOWN = {
+    "an MLP": lambda h, m: h + nn.functional.gelu(m.linear(h)),
+    "a kink": lambda h, m: h + m.linear(h).relu(),
+    "a cube": lambda h, m: h + m.linear(h) ** 3,
+    "experts": lambda h, m: torch.where(m.gate(h) > 0, m.linear(h), 2 * h),
+    "rounded": lambda h, m: straight(h, (16 * h).round() / 16),
+    "a kernel": lambda h, m: DoubledOnce.apply(h),
+    "the largest channels": lambda h, m: h * (h >= h.topk(4, -1).values[..., -1:]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_share_that_is_hidden_is_said(name, dtype):
+    forward, share = IN_PLACE[name]
+    model, x = with_forward(forward).to(dtype), tokens().to(dtype)
+    if dtype is torch.bfloat16 and share is None:
+        pytest.skip("rounding is as large")
+    for _ in range(2):
+        for method in (MambaLRP, MambaRollout):
+            said = warnings_of_relevance(model, x, method)
+            told = next(one for one in said if "autograd does not show" in one)
+            assert share is None or f"for {share:.0%} of" in told
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_bends_or_is_rounded_is_not_hidden(name, dtype):
+    model = with_forward(lambda m, x: two(m, x, lambda h: SHOWN[name](h, m))).to(dtype)
+    said = warnings_of_relevance(model, tokens().to(dtype))
+    assert not any("autograd does not show" in one for one in said)
+
+
+def on_some(m, x):
+    h = x + m.a(x)
+    y = torch.cat([m.b(h)[:, :5], h[:, 5:]], 1)
+    return m.head((h + y + m.c(y))[:, -1])
+
+
+def written_to_some(m, x):
+    h = (x + m.a(x)).clone()
+    h[:, 2:5] += m.b(h.clone())[:, 2:5]
+    return m.head((h + m.c(h))[:, -1])
+
+
+def of_either(m, x):
+    h, other = x + m.a(x), x + m.b(x)
+    h = torch.where(m.gate(other) > 0, h, other)
+    return m.head((h + m.c(h))[:, -1])
+
+
+@pytest.mark.parametrize("forward", [on_some, written_to_some, of_either])
+def test_a_mixer_of_which_some_tokens_are_read_is_refused(forward):
+    for method in MAPS:
+        with pytest.raises(UnsupportedModelError, match="given some of their copies"):
+            method(with_forward(forward)).attribute(tokens(), target=1)
+
+
+@pytest.mark.parametrize("share", [0, 1], ids=["multiplied by zero", "subtracted again"])
+def test_a_mixer_that_reaches_nothing_is_said(share):
+    def forward(m, x):
+        y = m.a(x)
+        h = x + share * y - share * y
+        return m.head((h + m.b(h))[:, -1])
+
+    model = with_forward(forward)
+    for method in (*MAPS, LaTIM):
+        said = warnings_of_relevance(model, tokens(), method)
+        assert any("does not depend on what a returned" in one for one in said)
+    assert not warnings_of_relevance(model, tokens())
