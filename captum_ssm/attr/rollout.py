@@ -19,6 +19,11 @@ class MambaRollout(RolloutAttribution):
     backward through the layers, one reversed scan each, in time linear in the sequence and without
     a matrix.
 
+    What a layer makes of a mixer's result is no part of :math:`\alpha`, also not its sign:
+    :math:`x - f(x)` counts as :math:`x + f(x)`. What is added to the stream once more past mixers
+    counts as much as it adds, with its sign. Where a score reads several tokens, their rows count
+    by the sizes of its gradients: also those of a difference of two positions.
+
     I is the residual stream, as it is found in the model's graph. Of two mixers in series in one
     branch, as the attention and the convolution of Inkling, it goes around both:
     :math:`I + \alpha^2 \alpha^1`. Where nothing is added there is no I. A mixer that adds its input
