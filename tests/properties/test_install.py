@@ -79,7 +79,7 @@ def test_what_is_imported_is_installed_with_the_package():
     # What only some functions import may be left to an extra, one that users are told of.
     extras = [
         declared("options.extras_require", name)
-        for name in ("distributed", "metrics", "notebook", "tables")
+        for name in ("data", "distributed", "metrics", "notebook", "tables")
     ]
     missing = set(found) - required - set().union(*extras)
     assert not missing, {name: found[name] for name in missing}
@@ -152,17 +152,18 @@ def installed(built: Path, folder: Path) -> Path:
 
 
 def try_readme(python: Path, folder: Path) -> str:
-    """Runs the first two pieces of code of the README, as a reader would."""
+    """Runs the code of the README, as a reader would."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    script = "".join(pieces[:2]) + (
+    script = "".join(pieces) + (
         "print(tuple(relevance.shape), int(relevance[0, :-1].argmax()))\n"
         "import captum_ssm as c\n"
         "print(c.__file__, c.kernels.extension_loaded(), c.__version__)\n"
     )
     (folder / "readme.py").write_text(script, encoding="utf-8")
     said = run(python, "readme.py", cwd=folder)
-    assert "<script" in (folder / "why.html").read_text(encoding="utf-8")  # the page is whole
+    for page in ("why", "review", "chat"):
+        assert "<script" in (folder / f"{page}.html").read_text(encoding="utf-8")  # it is whole
     return said
 
 
