@@ -112,25 +112,27 @@ def measure_processes(there: Path) -> list[dict[str, Any]]:
 
 def measure_kills(there: Path) -> list[dict[str, Any]]:
     """One run that is killed again and again, and begun anew where it was finished between."""
-    explained(there / "whole", KILLED_ROWS, KILLED_SHARD)
-    expected, draw = files(there / "whole"), random.Random(1)
-    folder, equal, finished = there / "killed", True, 0
+    whole = lambda: explained(there / "whole", KILLED_ROWS, KILLED_SHARD)  # noqa: E731
+    longest, draw = seconds(whole), random.Random(1)
+    expected = files(there / "whole")
+    folder, equal, finished, begun = there / "killed", True, 0, 0
     for _ in range(KILLS):
         child = os.fork()  # importing PyTorch takes longer than all that is explained
         if not child:
             explained(folder, KILLED_ROWS, KILLED_SHARD)
             os._exit(0)
-        time.sleep(draw.uniform(0.05, 1.0))
+        time.sleep(draw.uniform(0.0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         left = {k: v for k, v in files(folder).items() if not k.endswith(".tmp")}
         equal &= left.items() <= expected.items()
+        begun += 1 < len(left) < len(expected)
         if left.keys() == expected.keys():
             finished += 1
             shutil.rmtree(folder)
     explained(folder, KILLED_ROWS, KILLED_SHARD)
     equal &= files(folder) == expected
-    told = {"kills": KILLS, "finished_between": finished, "equal": equal}
+    told = {"kills": KILLS, "finished_between": finished, "begun": begun, "equal": equal}
     return [{"measured": "kills", "prompts": KILLED_ROWS, **told}]
 
 

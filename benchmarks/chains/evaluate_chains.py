@@ -96,6 +96,8 @@ def by_hop(traced: Trace, puzzle: Puzzle) -> dict[str, Tensor]:
 def summaries(traced: Trace, puzzle: Puzzle) -> dict[str, Tensor]:
     """Relevance of each record for the whole answer, ``(records,)``, by ways to sum the hops up."""
     alone = record_shares(on_prompt(traced.relevance, traced.prompt), puzzle)
+    if not traced.hops:  # an answer at once: there is nothing to sum up
+        return {"hop 0": alone[0]}
     return {
         "hop 0": alone[0],
         "sum over hops": record_shares(on_prompt(traced.total, traced.prompt), puzzle),

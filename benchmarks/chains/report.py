@@ -115,8 +115,8 @@ hop lies on words of the continuation, from which the next hop starts.
 
 ## Summaries
 
-Every record of the asked chain is needed: the answer changes with each of them and with none of the
-other chain's. Ways to sum the hops up, against that.
+A right answer needs every record of the asked chain and none of the other's; the table of
+interventions has how far the model's own answers do. Ways to sum the hops up, against that.
 
 {_summaries(methods)}
 """

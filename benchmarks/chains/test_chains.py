@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluate_chains import summaries
 from handing import WAYS, handed_by, hops_of, on_prompt
 from lessons import TASKS, ChainTask, accuracy
 from swaps import Subject, record_shares
@@ -131,6 +132,16 @@ def test_hops_of_positive_rows_are_products_of_shares() -> None:
         found = hops_of(rows, 4, signs, hops=2).relevance
         torch.testing.assert_close(found / rows[2].sum(), torch.stack(wanted))
     assert on_prompt(rows, 4)[0].sum() == pytest.approx(1)
+
+
+def test_an_answer_at_once_has_no_hops_to_sum_up() -> None:
+    (puzzle,) = puzzles(1, links=2)
+    P = len(puzzle.prompt)
+    rows = torch.rand(2, P + 1, generator=torch.Generator().manual_seed(0)).tril(P - 1)
+    alone = summaries(hops_of(rows, P, "positive", hops=0), puzzle)
+    assert list(alone) == ["hop 0"]
+    torch.testing.assert_close(alone["hop 0"], record_shares(on_prompt(rows, P)[-1:], puzzle)[0])
+    assert len(summaries(hops_of(rows, P, "positive", hops=1), puzzle)) > 1
 
 
 def test_record_shares_are_those_of_its_words() -> None:
