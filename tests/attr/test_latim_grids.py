@@ -72,6 +72,26 @@ def test_two_grids_are_an_explicit_sum():
             assert delta.abs().max() <= 1e-12
 
 
+class AddedInPlace(nn.Module):
+    """A layer whose mixer's result is changed in place."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.norm, self.mixer = layer.norm, layer.mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mixer(self.norm(x))
+        y += x
+        return y
+
+
+def test_what_a_mixer_returned_may_be_changed_in_place():
+    model, x = made(TwoGrids()), noise(2, 8, 3)
+    expected = LaTIM(model).attribute(x, 1)
+    model.fine, model.coarse = AddedInPlace(model.fine), AddedInPlace(model.coarse)
+    assert_close(LaTIM(model).attribute(x, 1), expected, 1e-9)
+
+
 def test_what_one_layer_adds():
     model, x = made(TwoGrids()), noise(1, 8, 3)
     latim, options = LaTIM(model), {"activation": "gate", "return_convergence_delta": True}

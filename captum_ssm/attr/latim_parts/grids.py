@@ -227,7 +227,7 @@ class CutStandIns(RelevanceStandIns):
         is_fed = not self._is_after_norm
         self._cuts.append(_cut(self._frozen, len(self._cuts), call, port, norm, is_fed=is_fed))
         self._is_after_norm = False
-        return with_first(call.result, output)
+        return with_first(call.result, output.clone())  # the model may change it in place
 
     def graph(self, score: Tensor) -> ScoreGraph:
         """The graph of the run that computed ``score (B,)``."""
