@@ -17,6 +17,7 @@ from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmeti
 from captum_ssm.capture.check import Deviation, Rebuilt, tolerance_of
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.discovery.search import shared
+from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.inspection.support_report import MixerSupport, Support
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.registry import how_known
@@ -208,7 +209,10 @@ def _orders(layer: FrozenCall, mixer: FrozenMixer) -> str:
     # Of the mixer itself, or of the scans in it.
     if layer.order is not None and layer.order.shape[0] > 1:
         return f"{layer.order.shape[0]} windows"
-    scans = mixer.scans_in_order()
+    try:
+        scans = mixer.scans_in_order()
+    except UnsupportedModelError:  # only its scans could be measured, as one operator
+        return _order(layer.order) if mixer.recurrence.is_causal else "both ways"
     found = {
         _order(order) if scan.recurrence.is_causal else "both ways" for scan, order, _ in scans
     }

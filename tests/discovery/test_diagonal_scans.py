@@ -7,7 +7,14 @@ from frozen import measured, recorded
 from torch import nn
 from torch.nn import functional as F
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    UnsupportedModelError,
+    hidden_attention,
+    supported,
+)
 from captum_ssm.discovery.measure import freeze_measured
 
 LENGTHS = (1, 3, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 63, 100)))
@@ -155,6 +162,10 @@ def test_a_skip_by_a_matrix_is_left_out_of_the_maps_and_said(kind):
     torch.testing.assert_close(found, gradient_times_input(model, x), atol=1e-5, rtol=1e-4)
     with pytest.raises(UnsupportedModelError, match="only the scans could be measured"):
         LaTIM(model).attribute(x, target=(6, 1))
+    told = supported(model, x, target=(6, 1))
+    assert [mixer.known for mixer in told.mixers] == ["measured"] * 2
+    assert told.methods["rollout"] is None
+    assert "only the scans could be measured" in told.methods["latim"]
 
 
 def test_a_scan_of_another_operator_is_not_one():
