@@ -259,8 +259,9 @@ class FrozenModel:
         if self.wiring.unread is not None:
             warnings.warn(
                 f"the score does not depend on what {self.wiring.unread} returned (it is "
-                "multiplied by zero, or subtracted again), which maps count all the same. MambaLRP "
-                "accounts for it, and start_layer leaves out the first layers.",
+                "multiplied by zero, subtracted again, or read by a saturated activation), and "
+                "rollouts of maps may count it all the same. MambaLRP accounts for it, and "
+                "start_layer leaves out the first layers.",
                 UserWarning,
                 stacklevel=2,
             )

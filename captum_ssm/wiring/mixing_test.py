@@ -98,20 +98,19 @@ def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point, mask: Tensor |
 
 
 def unread(roots: Sequence[Point], leaves: Mapping[int, Point]) -> list[int]:
-    """The leaves that no root depends on, as those that are subtracted again or multiplied by zero.
+    """The leaves to which the graph shows ways from the roots, none of which depends on them.
 
-    The graph may show ways to them all the same.
+    They are subtracted again, multiplied by zero, or read by an activation that is saturated.
     """
-    numbers, dead = list(leaves), set(leaves)
+    numbers, dead, alive = list(leaves), set[int](), set[int]()
 
     def visit(k: int, gradient: Tensor) -> None:
-        if bool((gradient != 0).any()):
-            dead.discard(numbers[k])
+        (alive if bool((gradient != 0).any()) else dead).add(numbers[k])
 
     generator = torch.Generator().manual_seed(0)
     seeds = [partial(root.noise, generator) for root in roots]
     visit_gradients(roots, seeds, list(leaves.values()), visit)
-    return sorted(dead)
+    return sorted(dead - alive)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Wiring:
         past (str, optional): what goes past them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the place that it has among the last n. Default: None
-        unread (str, optional): the mixers whose results reach nothing, by name. Default: None
+        unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
         structure (frozenset, optional): what the graph between the mixers is made of.
             Default: frozenset(), for nothing known
     """

@@ -234,6 +234,7 @@ def test_a_linear_head_is_enough() -> None:
     assert delta.abs().max() < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:the score does not depend on what mixers")  # by a factor of 0
 @pytest.mark.parametrize("factor", [0.0, 1e-8, 0.22, -3.0])
 @pytest.mark.parametrize("has_mlp", [False, True])
 def test_what_multiplies_a_mixer_is_part_of_it(factor, has_mlp) -> None:
