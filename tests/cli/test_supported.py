@@ -87,7 +87,7 @@ def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys, monkeypat
 )
 def test_supported_families(family, tmp_path, capsys):
     build(family).save_pretrained(tmp_path)
-    said = "\n".join(lines(str(tmp_path), "--length", "50", capsys=capsys))
+    said = "\n".join(lines(str(tmp_path), capsys=capsys))
     assert "not reproduced" not in said
     assert ("Attention" in said) == (family != "mamba2")
     assert " .. " not in said
@@ -96,7 +96,7 @@ def test_supported_families(family, tmp_path, capsys):
 
 def test_supported_finds_what_mixes_tokens_outside_the_maps(tmp_path, capsys):
     build("rwkv").save_pretrained(tmp_path)
-    said = lines(str(tmp_path), "--length", "20", capsys=capsys)
+    said = lines(str(tmp_path), capsys=capsys)
     (mixing,) = [line for line in said if "in which tokens act on one another" in line]
     assert "RwkvFeedForward" in mixing
     assert "Norm" not in mixing
@@ -152,7 +152,7 @@ def test_a_device_that_is_not_there(capsys):
 def test_supported_measures_what_it_does_not_know(tmp_path, capsys):
     config = dict(SHARED, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
-    assert main(["supported", str(tmp_path), "--length", "9"]) == 0
+    assert main(["supported", str(tmp_path)]) == 0
     assert "LlamaAttention  measured on a run" in capsys.readouterr().out
     assert main(["supported", str(tmp_path), "--length", "0"]) == 1
     tokens = ",".join(map(str, ids(1, 4)[0].tolist()))
