@@ -11,7 +11,7 @@ import pytest
 import torch
 
 # In fast runs, a product of methods (or families) and other cases keeps one case in so many.
-KEPT_ONE_IN = 3
+KEPT_ONE_IN = 4
 
 TESTS = str(Path(__file__).parent)
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A test that has to run in full, always, says so: ``@pytest.mark.every_case``.
     """
     thinned = [item for item in items if not item.get_closest_marker("every_case")]
-    for left_out_of in (_of_similar_families, _thinned_products):
+    for left_out_of in (_of_similar_families, _of_other_families, _thinned_products):
         for item in left_out_of(thinned):
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
@@ -70,6 +70,24 @@ def _of_similar_families(items: list[pytest.Item]) -> list[pytest.Item]:
     from families import ALIKE  # It imports all of transformers, which kernels' tests do not need.
 
     return [item for item in of_family if _parameters(item)["family"] in ALIKE]
+
+
+def _of_other_families(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that fast runs leave out of tests of one family each.
+
+    A third of the families stay in each test, and a third of a file's tests for each family.
+    """
+    files: dict[Any, tuple[dict[str, int], dict[str, int]]] = {}
+    left_out = []
+    for item in items:
+        if list(_parameters(item)) != ["family"] or item.get_closest_marker("slow"):
+            continue
+        tests, families = files.setdefault(item.path, ({}, {}))
+        test = tests.setdefault(item.originalname, len(tests))
+        family = families.setdefault(item.callspec.id, len(families))
+        if (test + family) % 3:
+            left_out.append(item)
+    return left_out
 
 
 def _thinned_products(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -131,7 +131,7 @@ def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tens
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
-@pytest.mark.parametrize("length", [1, 2, 17])
+@pytest.mark.parametrize("length", [1, pytest.param(2, marks=pytest.mark.slow), 17])
 def test_rollout_is_the_product_of_matrices(length, options):
     model, tokens = double(layers=3), ids(2, length)
     maps = list(hidden_attention(model, tokens).values())

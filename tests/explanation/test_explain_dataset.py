@@ -149,7 +149,7 @@ def test_a_run_that_was_killed_goes_on(whole, tmp_path):
         "captum_ssm.explanation.corpus.shards.save_file",
     ],
 )
-@pytest.mark.parametrize("which", [1, 4])
+@pytest.mark.parametrize("which", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_write_that_fails_at_any_step_leaves_finished_shards(
     step, which, whole, tmp_path, monkeypatch
 ):

@@ -48,7 +48,9 @@ IGNORE_LEFT_PADDING = ("recurrent_gemma", "rwkv", "xlstm", "xlstm_fused", "lfm2"
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("length", [1, 2, 11, 19])
+@pytest.mark.parametrize(
+    "length", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 11)), 19]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_unified_operator_and_the_biases_are_the_mixer(family, length):
     skip_what_fails_by_itself(family, length)

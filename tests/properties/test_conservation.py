@@ -70,6 +70,7 @@ def assert_adds_up(
     return parts
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_every_family(family):
     assert_adds_up(MambaLRP, without_biases(build(family)), ids(2, 9), 3)

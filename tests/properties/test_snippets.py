@@ -126,9 +126,8 @@ PORTABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "pages", [INSTALLED_PAGES, pytest.param(PORTABLE, marks=pytest.mark.slow)], ids=["two", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [INSTALLED_PAGES, PORTABLE], ids=["two", "all"])
 def test_an_installed_copy(pages, tmp_path):
     built, site, work = (tmp_path / name for name in ("tree", "site", "work"))
     for folder in (built, work):

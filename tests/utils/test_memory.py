@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -93,12 +94,13 @@ def test_a_limit_is_a_number_of_bytes(limit: object, ids: torch.Tensor) -> None:
 def test_an_estimate_knows_the_size_of_the_result(
     family: str, ids: torch.Tensor, tiny_calls: None
 ) -> None:
-    maps_of = partial(hidden_attention, build(family))
-    for options in ({}, {"reduction": "mean"}, {"formulation": "unified"}, {"rows": [-1]}):
-        for tokens in (ids, ids.repeat(1, 4)):
-            maps = maps_of(tokens, **options)
-            size = sum(m.numel() * m.element_size() for m in maps.values())
-            assert estimate(maps_of, tokens, **options).result_bytes == size
+    maps_of, longer = partial(hidden_attention, build(family)), ids.repeat(1, 4)
+    measured: list[tuple[torch.Tensor, dict[str, Any]]] = [(ids, {}), (longer, {})]
+    measured += [(longer, {"reduction": "mean"}), (ids, {"formulation": "unified"})]
+    for tokens, options in [*measured, (longer, {"rows": [-1]})]:
+        maps = maps_of(tokens, **options)
+        size = sum(m.numel() * m.element_size() for m in maps.values())
+        assert estimate(maps_of, tokens, **options).result_bytes == size
     assert estimate(maps_of, ids, rows=[-1]) == estimate(partial(maps_of, rows=[-1]), ids)
 
 
