@@ -12,6 +12,7 @@ import torch
 
 # In fast runs, a product of methods (or families) and other cases keeps one case in so many.
 KEPT_ONE_IN = 4
+MANY = 180  # cases of one test, such as shapes times dtypes
 
 TESTS = str(Path(__file__).parent)
 
@@ -48,7 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A test that has to run in full, always, says so: ``@pytest.mark.every_case``.
     """
     thinned = [item for item in items if not item.get_closest_marker("every_case")]
-    for left_out_of in (_of_similar_families, _of_other_families, _thinned_products):
+    each = (_of_similar_families, _of_other_families, _thinned_products, _of_many_cases)
+    for left_out_of in each:
         for item in left_out_of(thinned):
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
@@ -88,6 +90,17 @@ def _of_other_families(items: list[pytest.Item]) -> list[pytest.Item]:
         if (test + family) % 3:
             left_out.append(item)
     return left_out
+
+
+def _of_many_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that fast runs leave out of tests of very many: two of three, all over them."""
+    tests: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    many = (cases for cases in tests.values() if len(cases) > MANY)
+    # Sideways, so that no axis of three loses a value.
+    return [item for cases in many for k, item in enumerate(cases) if (k + k // 3 + k // 9) % 3]
 
 
 def _thinned_products(items: list[pytest.Item]) -> list[pytest.Item]:

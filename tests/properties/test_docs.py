@@ -115,6 +115,7 @@ def namespace(folder: Path):
     }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("test", examples())
 def test_an_example_of_a_docstring_runs(test, tmp_path, own_registry):
     test.globs = namespace(tmp_path)
@@ -124,6 +125,7 @@ def test_an_example_of_a_docstring_runs(test, tmp_path, own_registry):
     assert not report, "".join(report)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_has_an_example_and_says_what_it_takes(name):
     value = PUBLIC[name]
@@ -159,6 +161,7 @@ def functions(name):
     return found
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_and_its_methods_are_documented(name):
     assert inspect.getdoc(PUBLIC[name])
