@@ -243,10 +243,11 @@ def _hidden(request: Request) -> Hidden | None:
                 return found if run.is_repeated() else None
             is_compared |= found is None
             reason = reason if found is None else found
-        if is_compared and _misses(run, promise):
+        small = _Small.of(run, promise) if is_compared else None
+        if small is not None and small.misses(run):
             # The last steps, and more of them, are taken where there is a doubt.
             found = _from_others(run, promise, several[-1])
-            unshown = found if isinstance(found, Hidden) else _unshown(run, promise)
+            unshown = found if isinstance(found, Hidden) else _unshown(run, promise, small)
     if unshown is not None and run.is_repeated():
         return unshown
     if not is_compared:
@@ -278,47 +279,58 @@ def _from_others(run: _Run, promise: Promise, steps: Sequence[Tensor]) -> Hidden
     return None
 
 
-def _small_steps(run: _Run) -> tuple[list[Tensor], float, float]:
-    # Steps of all tokens, their length, and the eps of what is computed.
-    dtypes = {x.dtype for x in (*run.starts, *(end for _, end in run.ends))}
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    generator = torch.Generator().manual_seed(1)
-    length = eps**_POWER
-    # Each number moves by a part of itself: a token that is zero would move too far for its norm.
-    noise = (torch.randn(x.shape, generator=generator).to(x) for x in run.starts)
-    steps = [length * r * x.detach() for r, x in zip(noise, run.starts, strict=True)]
-    return steps, length, eps
+@dataclass(frozen=True)
+class _Small:
+    # A small step of all tokens: its length, the eps of what is computed, the ends after it, and
+    # what the graph's derivative says that it changes.
+    steps: list[Tensor]
+    length: float
+    eps: float
+    after: list[Tensor]
+    promised: list[Tensor]
 
+    @classmethod
+    def of(cls, run: _Run, promise: Promise) -> _Small | None:
+        # None where the ends cannot be compared.
+        dtypes = {x.dtype for x in (*run.starts, *(end for _, end in run.ends))}
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        generator = torch.Generator().manual_seed(1)
+        length = eps**_POWER
+        # Each number moves by a part of itself: a token of zero would move too far for its norm.
+        noise = (torch.randn(x.shape, generator=generator).to(x) for x in run.starts)
+        steps = [length * r * x.detach() for r, x in zip(noise, run.starts, strict=True)]
+        after = run.moved(steps)
+        return (
+            None if isinstance(after, str) else cls(steps, length, eps, after, promise.along(steps))
+        )
 
-def _misses(run: _Run, promise: Promise) -> bool:
-    # Whether one step finds a change that the graph's derivative does not say, or that bends.
-    steps, _, eps = _small_steps(run)
-    after = run.moved(steps)
-    if isinstance(after, str):
+    def misses(self, run: _Run) -> bool:
+        # Whether a change is not what the derivative says, or bends.
+        for (_, before), there, known in zip(run.ends, self.after, self.promised, strict=True):
+            changed = there.double() - before.double()
+            least = _LEAST_SHARE * changed.norm(dim=-1)
+            allowed = least + _ROUNDINGS * self.eps * before.norm(dim=-1)
+            if bool(((changed - known).norm(dim=-1) > allowed).any()):
+                return True
         return False
-    for (_, before), there, known in zip(run.ends, after, promise.along(steps), strict=True):
-        changed = there.double() - before.double()
-        allowed = _LEAST_SHARE * changed.norm(dim=-1) + _ROUNDINGS * eps * before.norm(dim=-1)
-        if bool(((changed - known).norm(dim=-1) > allowed).any()):
-            return True
-    return False
 
 
-def _unshown(run: _Run, promise: Promise) -> Hidden | None:
+def _unshown(run: _Run, promise: Promise, small: _Small) -> Hidden | None:
     # What a small step of all tokens changes by more, or less, than the graph's derivative says.
-    steps, length, eps = _small_steps(run)
-    forth, back = run.moved(steps), run.moved([-step for step in steps])
-    if isinstance(forth, str) or isinstance(back, str):
+    steps, length = small.steps, small.length
+    back = run.moved([-step for step in steps])
+    if isinstance(back, str):
         return None
-    promised = promise.along(steps)
     for k, (name, before) in enumerate(run.ends):
-        here, there, before, known = (x.double() for x in (forth[k], back[k], before, promised[k]))
+        here, there, before, known = (
+            x.double() for x in (small.after[k], back[k], before, small.promised[k])
+        )
         changed, bent = (here - there) / 2, (here + there) / 2 - before
         missing, size = changed - known, changed.norm(dim=-1)
         allowed = (
             _LEAST_SHARE * torch.maximum(size, known.norm(dim=-1))
             + _TIMES_BENT * bent.norm(dim=-1)
-            + _ROUNDINGS * eps * before.norm(dim=-1)
+            + _ROUNDINGS * small.eps * before.norm(dim=-1)
         )
         doubtful = (missing.norm(dim=-1) > allowed) & (size > _LEAST * size.amax())
         if not bool(doubtful.any()):
@@ -356,13 +368,13 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
             sets = chosen[x.shape[axis]]
             shape = [1] * x.dim()
             shape[axis] = -1
-            step = _noise(x, generator, _STEP)
+            step = _noise(x, generator)
             steps.append(step * sets[k % len(sets)].to(x.device).view(shape))
         found.append(steps)
     return found
 
 
-def _noise(x: Tensor, generator: torch.Generator, share: float) -> Tensor:
-    # A step of all tokens, of that share of their size.
-    size = share * x.detach().double().square().mean().sqrt().clamp(min=1e-6)
+def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    # A step of all tokens.
+    size = _STEP * x.detach().double().square().mean().sqrt().clamp(min=1e-6)
     return (torch.randn(x.shape, generator=generator).to(x.device) * size).to(x.dtype)

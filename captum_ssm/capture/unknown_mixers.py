@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +21,12 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.call import MISFITS
 from captum_ssm.mixers.registry import Freeze, known_of, may_be_namesake, nearest_misses, remember
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import Copies, copied, original
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.quiet import quiet
+from captum_ssm.utils.watch_modules import After
 from captum_ssm.wiring.wiring import Wiring
 
 T = TypeVar("T")
@@ -154,12 +155,17 @@ def _calls_of(
             call = MixerCall("", module, args, kwargs, result)
             calls[look] = map_tensors(lambda x: x.detach().clone(), call)
 
+    _run_noting(look_of_copy, note, request)
+    return calls
+
+
+def _run_noting(modules: Iterable[nn.Module], note: After, request: Request) -> None:
+    # A run of copies, in which a function is told of each call of some of them, in any thread.
     with torch.no_grad(), ExitStack() as hooks:
-        for module in look_of_copy:
+        for module in modules:
             handle = module.register_forward_hook(note, with_kwargs=True, prepend=True)
             hooks.enter_context(handle)
         request.run()
-    return calls
 
 
 def _is_like(call: MixerCall) -> bool:
@@ -211,21 +217,17 @@ def _called(modules: set[nn.Module], request: Request, copies: Copies) -> set[nn
     # Those whose copies a run calls.
     called: set[nn.Module] = set()
     if modules:
-        with torch.no_grad(), ExitStack() as hooks:
-            for module in modules:
-                note = partial(lambda module, *_: called.add(module), module)
-                hooks.enter_context(copies.of(module).register_forward_hook(note, prepend=True))
-            request.run()
-    return called
+        _run_noting(map(copies.of, modules), lambda module, *_: called.add(module), request)
+    return {module for module in modules if copies.of(module) in called}
 
 
 @contextmanager
 def _set_aside(modules: set[nn.Module]) -> Iterator[None]:
     # For the time of a search, these modules are no mixers.
     before = {module: known_of(module).is_of_its_name for module in modules}
-    for module in modules:
-        known_of(module).is_of_its_name = False
     try:
+        for module in modules:
+            known_of(module).is_of_its_name = False
         yield
     finally:
         for module, is_of_its_name in before.items():

@@ -57,13 +57,19 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", IN_PLACE)
+# In bfloat16, the parts that have no share here are as small as what is rounded.
+SAID = [
+    (name, dtype)
+    for name, (_, share) in IN_PLACE.items()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    if dtype is not torch.bfloat16 or share is not None
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), SAID, ids=str)
 def test_the_share_that_is_hidden_is_said(name, dtype):
     forward, share = IN_PLACE[name]
     model, x = with_forward(forward).to(dtype), tokens().to(dtype)
-    if dtype is torch.bfloat16 and share is None:
-        pytest.skip("rounding is as large")
     for _ in range(2):
         for method in (MambaLRP, MambaRollout):
             said = warnings_of_relevance(model, x, method)
