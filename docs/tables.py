@@ -90,8 +90,9 @@ REMOVED = {
 
 
 def pages() -> dict[Path, str]:
-    """The pages of this folder that hold tables, with the tables as they should be."""
+    """The README and the pages of this folder with tables, as they should be."""
     inside = {
+        DOCS.parent / "README.md": truth_tables.readme_table(),
         DOCS / "how_to" / "command_line.md": _methods(),
         DOCS / "choosing.md": truth_tables.numbered_findings(),
     }

@@ -138,6 +138,35 @@ def checkpoints() -> str:
     )
 
 
+README_ROWS = {
+    "MambaLRP": "`MambaLRP`",
+    "LaTIM, flow_logit": '`LaTIM`, `aggregation="flow_logit"`',
+    "LaTIM": "`LaTIM`",
+    "UnifiedImplicitAttention": "`UnifiedImplicitAttention`",
+    "MambaAttribution": "`MambaAttribution`",
+    "MambaRollout, absolute": '`MambaRollout`, `sign="absolute"`',
+    "IntegratedGradients (Captum)": "Captum's `IntegratedGradients`",
+    "random": "random maps",
+}
+
+
+def readme_table() -> str:
+    """Average precision by family of tasks, and over all with its interval."""
+    found = record()
+    families = list(dict.fromkeys(row["family"] for row in found["tasks"]))
+    means, whole = by_task(found, "precision"), standings(found, "precision")
+    lines = [["", *families, "all"]]
+    for name, shown in README_ROWS.items():
+        cells = []
+        for family in families:
+            rows = [row["name"] for row in found["tasks"] if row["family"] == family]
+            known = [means[name][row] for row in rows]
+            is_whole = None not in known
+            cells.append(f"{sum(known) / len(known):.2f}" if is_whole else "refused")
+        lines.append([shown, *cells, _interval(whole[name])])
+    return _rows(lines)
+
+
 def numbered_findings() -> str:
     """The findings as a list."""
     return "\n".join(f"{k}. {text}" for k, text in enumerate(findings(record()), 1))

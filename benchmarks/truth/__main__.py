@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
         plan = Plan(args.examples, min(plan.randomized, args.examples))
     if args.train:
         for task in tasks():
-            for seed in task.seeds:
+            for seed in filter(None, task.seeds):  # seed 0 is the repository's
                 if not models.is_trained(task.trained_as, seed):
                     models.train(task.trained_as, seed)
     path = args.output / f"{name}.json"
