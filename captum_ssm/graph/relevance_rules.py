@@ -55,7 +55,9 @@ def ruled(
 
 def _where_reached(rule: Rule) -> Rule:
     # A later function without a gradient may let none through to the node.
-    return lambda inner, outer: inner if all(g is None for g in outer) else rule(inner, outer)
+    return lambda inner, outer: (
+        rule(inner, outer) if any(g is not None for g in outer) else (*inner,)
+    )
 
 
 class _Visit(NamedTuple):

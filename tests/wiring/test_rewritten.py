@@ -93,5 +93,3 @@ def test_what_cannot_be_followed_is_refused_in_words(name, method):
     model = with_forward(around(lambda m, x: m.head(m.towards(x)[:, -1])))
     with pytest.raises(UnsupportedModelError, match=f"[ab] is run under {said}"):
         method(model).attribute(tokens(), target=1)
-
-
