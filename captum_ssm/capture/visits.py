@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from captum_ssm.capture.embedded_ids import entries_of
@@ -83,6 +84,7 @@ class Visits:
         if module in self.mixers:
             # Before the mixer writes into its cache.
             call = self._call(module, inputs, None)
+            _check_ordinary(call)
             read = getattr(find_adapter(call.module), "past_of", past_of)
             self.pasts[module] = read(call.module, call.arguments, call.given_tokens())
         if self.cuts is None or module not in self.mixers:
@@ -107,6 +109,8 @@ class Visits:
         with torch.set_grad_enabled(self.grad_mode):
             call = self._call(module, inputs, value)
             is_mixer = module in self.mixers
+            if not is_mixer:
+                _check_ordinary(call)
             call = replace(call, past=self.pasts.pop(module, None))
             if is_mixer:
                 self.inner.leave(call)
@@ -198,6 +202,21 @@ def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_a
                 "tokens are not those that were given; expected a forward_func that passes the "
                 "ids on as they are."
             )
+
+
+def _check_ordinary(call: MixerCall) -> None:
+    # Tensors of a transformation have no values, and those of inference mode no graph.
+    for x in tensors_in((call.args, call.kwargs)):
+        if is_functorch_wrapped_tensor(x):
+            how = "under torch.func (vmap, jvp, grad)"
+        elif x.is_inference() or torch.is_inference_mode_enabled():
+            how = "under torch.inference_mode()"
+        else:
+            continue
+        raise UnsupportedModelError(
+            f"{call.path or type(call.module).__name__} is run {how}, where what it computes "
+            "cannot be followed; expected a forward_func that calls the model outside of it."
+        )
 
 
 def is_table(module: nn.Module) -> bool:

@@ -174,6 +174,24 @@ class SegmentGraph:
             if tokens is None or _times_finer(edge, tokens) < 2
         ]
 
+    def sums(self, root: Point, passed: Collection[int]) -> list[GradientEdge]:
+        """Where, on the way to ``root``, something else is first added to what comes of leaves.
+
+        The arguments are those of :meth:`added`.
+        """
+        through = self._bits_of(passed)
+
+        def passes(edge: GradientEdge) -> bool:
+            return self._bits(edge) & through != 0
+
+        found = {
+            node
+            for node, edge in edges_before(root.edge.node, self._ends, passes)
+            if self._bits(edge) and not passes(edge) and not node.name().startswith(_FACTORS)
+        }
+        later = {node for node in found if len(found & nodes_before([node], self._ends)) > 1}
+        return [GradientEdge(node, 0) for node in found - later]
+
     def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
         """Whether a point itself is added, on the way to ``root``, to what comes of some leaves."""
 

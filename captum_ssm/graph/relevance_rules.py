@@ -26,7 +26,7 @@ from captum_ssm.graph.kinds import (
     is_without_rule,
     kind_of,
 )
-from captum_ssm.graph.node_rules import BENDING, RULES, is_mean_of_channels, rule_of
+from captum_ssm.graph.node_rules import BENDING, RULES, Rule, is_mean_of_channels, rule_of
 from captum_ssm.utils.blocks import contextmanager
 
 
@@ -49,8 +49,15 @@ def ruled(
             rule = rule_of(node, carrying, gates, centered=centered)
             if rule is not None:
                 # The user's own graph may share these nodes.
-                stack.callback(node.register_hook(rule).remove)
+                stack.callback(node.register_hook(_where_reached(rule)).remove)
         yield carries
+
+
+def _where_reached(rule: Rule) -> Rule:
+    # A later function without a gradient may let none through to the node.
+    return lambda inner, outer: (
+        rule(inner, outer) if any(g is not None for g in outer) else (*inner,)
+    )
 
 
 class _Visit(NamedTuple):

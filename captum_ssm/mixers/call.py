@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.mixers.linear_layers import is_plain
+from captum_ssm.mixers.linear_layers import is_plain, width_of
 from captum_ssm.mixers.past import Past, by_channel
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address
@@ -195,7 +195,7 @@ class MixerCall:
         """
         if is_plain(layer):
             return self.parameter(layer.weight)
-        ones = torch.eye(layer.in_features, dtype=self.output.dtype, device=self.output.device)
+        ones = torch.eye(width_of(layer), dtype=self.output.dtype, device=self.output.device)
         with torch.no_grad():
             return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
 

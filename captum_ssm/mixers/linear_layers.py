@@ -44,3 +44,9 @@ def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
         and type(layer.weight) in (Tensor, nn.Parameter)
         and layer.weight.is_floating_point()
     )
+
+
+def width_of(layer: nn.Module) -> int:
+    """The channels that a linear layer is given: those of the first one in it, if it wraps some."""
+    widths = (getattr(part, "in_features", None) for part in layer.modules())
+    return next(width for width in widths if width is not None)

@@ -18,6 +18,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
+from captum_ssm.wiring.joined_streams import in_parts
 from captum_ssm.wiring.ledger import structure
 from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed, unread
@@ -80,6 +81,10 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         around = streams_around(graph, s, finer=not (simple or chosen))
         is_given = is_given_stream(graph, s) if 0 in around else None
         steps[s] = replace(step, around=around, is_given_stream=is_given)
+    for s, step in enumerate(steps):
+        steps[s] = replace(step, reads=in_parts(graph, step.calls[0], step.reads, steps))
+    if readout.is_per_token:
+        output = in_parts(graph, graph.end, output, steps)
     if not simple:
         mixing.check(maps)
     shares: list[Tensor | None] = [None] * len(output)

@@ -196,6 +196,12 @@ class MixerGraph:
         assert point is not None
         return torch.arange(point.tokens) if order is None else order
 
+    def in_order(self, i: int, found: Tensor) -> Tensor:
+        """Numbers of the tokens of i, as in :meth:`order`, in the model's order: ``(B, T)``."""
+        flat = torch.empty_like(found.flatten())
+        flat[self.order(i).to(flat.device)] = found.flatten()
+        return flat.view(self.batch, -1)
+
     def windows(self, i: int) -> Tensor | None:
         """The order of one example's tokens in a mixer's windows, ``(W, l)``."""
         order, shape, T = self.orders.get(i), self.exits[i].shape, self.tokens(i)

@@ -13,6 +13,7 @@ from captum_ssm.graph.points import Point
 from captum_ssm.graph.relevance_rules import goes_through_activation
 from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.wiring.inputs import portions
+from captum_ssm.wiring.joined_streams import joined
 from captum_ssm.wiring.ledger import Gathered, gathered, source_of, token_tensors, weights
 from captum_ssm.wiring.mixer_graph import MIXERS, MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed
@@ -103,6 +104,10 @@ class OutputReads:
         if len(read_of) < len(mixers) or not bool((whole > 0).all()):
             return [None] * len(mixers)
         found = [_normalized(one) for one in read_of]
+        streams = joined(self.graph, self.root, output, steps)
+        if streams is not None:
+            sums = [one.view(self.graph.batch, -1).mean(1, keepdim=True) for one in streams]
+            found = [one * part.to(one) for one, part in zip(found, sums, strict=True)]
         if past:
             sizes = [self._read_of(i, past.get(i), power=2) for i in mixers]
             parts = portions([one.sum(1, keepdim=True) for one in sizes if one is not None])
@@ -118,7 +123,7 @@ class OutputReads:
         main = [one for one in shares if one is not None]
         if not self._left or not main or len(main) < len(shares):
             return {}
-        left = {k: self._in_order(k, one) for k, one in self._left.items()}
+        left = {k: graph.in_order(k, one) for k, one in self._left.items()}
         if self.pool is None:  # a residual stream that joins where tokens are no longer apart
             read = reduce(torch.logical_or, [one > 0 for one in main])
             left = {
@@ -225,13 +230,7 @@ class OutputReads:
             (found,) = self._weights([leaf], () if past is None else past.around, power=power)
             if found is not None and past is not None and past.kept is not None:
                 found = found * past.kept.to(found)
-        return None if found is None else self._in_order(i, found)
-
-    def _in_order(self, i: int, found: Tensor) -> Tensor:
-        # Numbers of tokens after mixer i as (B, T), in the model's order.
-        flat = torch.empty_like(found.flatten())
-        flat[self.graph.order(i).to(flat.device)] = found.flatten()
-        return flat.view(self.graph.batch, -1)
+        return None if found is None else self.graph.in_order(i, found)
 
 
 def _normalized(read: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class TokenMaps:
             else:
                 reads = self._moved(i, again)
             if reads and bool(again.strength.any()):
-                found.append((reads, self._in_order(i, again.strength)))
+                found.append((reads, self.graph.in_order(i, again.strength)))
                 is_aside &= not self.skips.is_in_stream(i, leads, again.read)
         if not found:
             return
@@ -254,13 +254,7 @@ class TokenMaps:
         source = self._source(found, i, k)
         if source is None or again.read != {k, *graph.read_by(k)}:
             raise graph.refused(k, i, "in other places, without the residual stream there")
-        return ((graph.step_of[k], self._sourced(i, k, self._in_order(i, source).flatten())),)
-
-    def _in_order(self, i: int, found: Tensor) -> Tensor:
-        # Numbers of the tokens given to i, in the model's order.
-        flat = torch.empty_like(found.flatten())
-        flat[self.graph.order(i).to(flat.device)] = found.flatten()
-        return flat.view(found.shape)
+        return ((graph.step_of[k], self._sourced(i, k, graph.in_order(i, source).flatten())),)
 
     def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:
         # Tokens that are made of none that are known are made of nothing else.
