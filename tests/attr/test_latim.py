@@ -274,6 +274,37 @@ def test_what_multiplies_a_mixer_is_part_of_it(factor, has_mlp) -> None:
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("has_mlp", [False, True])
+def test_a_norm_of_the_token_that_is_read_is_that_of_all(has_mlp) -> None:
+    """``norm(x[:, -1])`` and ``norm(x)[:, -1]`` are one function and have one decomposition."""
+
+    class Read(Residual):
+        def __init__(self, is_late):
+            torch.manual_seed(0)
+            super().__init__(2)
+            self.is_late = is_late
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+            self.mlp = nn.Linear(16, 16)
+
+        def forward(self, ids):
+            x = self.embeddings(ids)
+            for mixer, norm in zip(self.mixers, self.norms, strict=False):
+                x = x + mixer(norm(x))
+                x = x + self.mlp(norm(x)).tanh() if has_mlp else x
+            norm = self.norms[-1]
+            return self.head(norm(x)[:, -1] if self.is_late else norm(x[:, -1]))
+
+    ids = ids_for()
+    for options in ({}, {"activation": "silu"}, {"layer": 1}):
+        late, early = (
+            LaTIM(Read(is_late).eval()).attribute(
+                ids, target=3, return_convergence_delta=True, **options
+            )
+            for is_late in (True, False)
+        )
+        torch.testing.assert_close(early, late, rtol=1e-5, atol=1e-6)
+
+
 def test_a_norm_before_an_mlp_is_not_taken_for_the_last() -> None:
     model, ids = Residual(), ids_for()
     inner = nn.Linear(16, 16, bias=False), nn.GELU(), nn.Linear(16, 30, bias=False)

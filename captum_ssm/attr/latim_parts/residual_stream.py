@@ -170,16 +170,22 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor
             "neither a norm nor a linear head was found after the model's last mixer, so the "
             f"direction in which the score is read from the residual stream is not known; {_ELSE}"
         )
-    # Tokens are pooled straight after the last mixer: the mean of all, or one of them.
-    call, final = pooled[0], _stream_before(last_group[0], frozen) + output_of(last_group)
+    # Tokens are pooled first: the mean of all, or one of them.
+    norms = [call for call in pooled if is_norm(call.module)]
+    call = [pooled[0], *norms][-1]
+    final = _stream_before(last_group[0], frozen) + output_of(last_group)
     (query,) = frozen.require_query()
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
     if not bool((read - given).norm() <= 1e-3 * given.norm()):
-        raise UnreadStreamError(
-            f"what {call.path} is given is not the mean of the tokens after the last mixer, nor "
-            "one of them, so the direction in which the score is read from the residual stream is "
-            f"not known; {_ELSE}"
-        )
+        is_one = bool((query.amax(1) > 1 - 1e-6).all())
+        if not is_one or _stream_after(last_group, frozen.others, final) is final:
+            raise UnreadStreamError(
+                f"what {call.path} is given is not the mean of the tokens after the last mixer, "
+                "nor one of them, so the direction in which the score is read from the residual "
+                f"stream is not known; {_ELSE}"
+            )
+        # An MLP adds to the one token; what it adds to the others is not read.
+        final = torch.where(query[..., None] > 1 - 1e-6, given[:, None], final)
     return final, query[..., None] * _pulled_back(call)[:, None].to(final.dtype)
 
 
