@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _records(log: Path, requests: Path | None) -> list[Any]:
-    # Those of a file, with the requests of another one.
+    # The records of a file, with the requests of another one.
     found = log_entries(log)
     if requests is not None:
         found = with_requests(found, log_entries(requests))

@@ -146,7 +146,7 @@ class KeptEdges:
         return cls(_by_layer(paths, edges), remove, formulation)
 
     def at(self, opened: OpenMixer) -> EdgeSet:
-        """Those of one mixer in a run, which says how many tokens, heads and examples it has."""
+        """The edges of one mixer in a run, which tells its tokens, heads and examples."""
         given = self.by_layer.get(opened.path, torch.empty(0, 4, dtype=torch.long))
         return _edge_set(opened, given, self.remove, self.formulation)
 
