@@ -157,7 +157,7 @@ def names_in(package: str) -> dict[str, bool]:
 
 
 def count_transformers(only: list[str]) -> dict[str, Row]:
-    """Of each language model of the installed transformers."""
+    """A row for each language model of the installed transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     found: dict[str, Row] = {}
@@ -238,7 +238,7 @@ def missing(mixer: Any) -> str:
 
 
 def nearest(error: Exception, name: str) -> str:
-    """Of the message about a model without mixers, what is said of a class."""
+    """What the message about a model without mixers says of a class."""
     said = re.search(r"cannot be measured: (.*?)\. Register", str(error))
     said = said or re.search(rf"\({name}\) ([^;.]+)", str(error))
     return said.group(1) if said else "no scan of it was found"
@@ -325,7 +325,7 @@ def time_limit() -> Iterator[None]:
 
 
 def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
-    """Of mamba-ssm's modules, run on a CPU by its reference functions."""
+    """A row for each of mamba-ssm's modules, run on a CPU by its reference functions."""
     from mamba_ssm_cpu import on_cpu
     from models import randomize
 
@@ -342,7 +342,7 @@ def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
 
 
 def count_fla(only: list[str]) -> dict[str, Row]:
-    """Of fla's layers, on a CPU by Triton's interpreter."""
+    """A row for each of fla's layers, on a CPU by Triton's interpreter."""
     path = ROOT / "tests" / "fla" / "conftest.py"  # which sets the interpreter up
     spec = importlib.util.spec_from_file_location("fla_conftest", path)
     assert spec is not None

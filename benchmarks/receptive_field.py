@@ -43,7 +43,7 @@ from captum_ssm.visualization import receptive_field_map
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("opensr-mamba==0.0.1", "einops==0.8.2")
-# Those of opensr_mamba.load_models, which asks for a GPU.
+# opensr_mamba.load_models has these, and asks for a GPU.
 OPTIONS = {
     "in_chans": 3,
     "embed_dim": 60,

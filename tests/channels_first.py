@@ -95,7 +95,7 @@ def twins(kind: str) -> tuple[nn.Module, nn.Module, Tensor]:
     else:
         first = Model(nn.Conv2d(3, WIDTH, 2, 2), Images, Norm, 1)
         last = Model(nn.Conv2d(3, WIDTH, 2, 2), wild.FourWays, nn.LayerNorm, -1)
-        # Of a square as many rows and columns as there are channels.
+        # A square has as many rows and columns as there are channels.
         x = torch.randn(2, 3, *((12, 12) if kind == "square" else (8, 12)))
     randomize(first)
     last.load_state_dict(first.state_dict())

@@ -1,10 +1,9 @@
 """What all tests share."""
 
-import builtins
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -21,26 +20,27 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, but rarely, and not among the million objects there are now."""
-    _look_at_new_functions()
+    """Collect garbage from now on, but rarely."""
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
-def _look_at_new_functions() -> None:
-    # A search for scans looks at all functions of the process: a hundred thousand in tests, and of
-    # those that are imported here the same few may be scans in each of a thousand searches.
+@pytest.fixture(autouse=True, scope="session")
+def few_functions() -> Iterator[None]:
+    """A search for scans looks at functions that may be one, that tests define, or that are new.
+
+    A process of tests has a hundred thousand, and in each of a thousand searches the same few of
+    those that were imported before may be scans. They are frozen: the collector looks at no other.
+    """
     from captum_ssm.discovery.scans import calls
 
-    known = [f for f in calls.candidate_functions() if type(f) is FunctionType]
-    own = [f for f in gc.get_referrers(vars(builtins)) if _is_of_tests(f)]
+    look = calls.all_functions
+    may_scan = {f for f in calls.candidate_functions() if type(f) is FunctionType}
+    known = may_scan | {f for f in look() if f.__code__.co_filename.startswith(TESTS)}
     gc.freeze()
-    look = gc.get_referrers
-    calls.gc = SimpleNamespace(get_referrers=lambda *of: [*{*known, *own}, *look(*of)])
-
-
-def _is_of_tests(value: Any) -> bool:
-    return type(value) is FunctionType and value.__code__.co_filename.startswith(TESTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "all_functions", lambda: [*known, *look()])
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

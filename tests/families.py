@@ -256,7 +256,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(head_dim=8, num_hidden_layers=2, layer_types=["hybrid"] * 2, router_hidden_size=8),
     ),
 }
-# Those that the installed transformers has.
+# The installed transformers may lack some.
 SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}Config")}
 FAMILIES = (*S6_FAMILIES, *SPECS)
 SSD_FAMILIES = ("mamba2", "zamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid")

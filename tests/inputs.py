@@ -33,7 +33,7 @@ class Body(nn.Module):
         return h
 
     def on_image(self, h: Tensor) -> Tensor:
-        """The same over the pixels of ``(B, E, H, W)``."""
+        """All of them over the pixels of ``(B, E, H, W)``."""
         return self(h.flatten(2).mT).mT.reshape(h.shape)
 
 
@@ -243,7 +243,7 @@ FORMS = {
 
 
 def options(method: type) -> dict[str, str]:
-    """Those with which a method's relevance adds up."""
+    """The options with which a method's relevance adds up."""
     return {"activation": "gate"} if method.name == "latim" else {}
 
 

@@ -119,7 +119,7 @@ def mamba3_siso(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D=None, Z=None, 
 def mamba3_mimo(
     Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, MIMO_Z, MIMO_Out, Angles, D=None, Z=None, **_
 ):
-    """The same of the kernel for several inputs and outputs per head, of which there are R."""
+    """The result of the kernel for several inputs and outputs per head, of which there are R."""
     ranks = range(Q.shape[2])
     Q, K = (
         [_rotated(x[:, :, r], bias[:, r], Angles, DT, -2) for r in ranks]

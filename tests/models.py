@@ -168,7 +168,7 @@ def embed(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def without_cache(kwargs: dict[str, object]) -> dict[str, object]:
-    """Of a layer of transformers, which calls its cache ``cache`` since 5.24."""
+    """The arguments of a layer of transformers, which calls its cache ``cache`` since 5.24."""
     caches = {"cache", "past_key_values", "cache_params"}
     return {name: None if name in caches else value for name, value in kwargs.items()}
 

@@ -83,7 +83,7 @@ def thoughts(name: str = "How many apples?") -> Example:
 
 
 def without_reasoning() -> Example:
-    """The same tokens, of which none is reasoning."""
+    """The tokens of a thought, of which none is reasoning."""
     return replace(thoughts("No reasoning"), reasoning=None)
 
 
@@ -172,7 +172,7 @@ def long(prompt: int = 4000, answer: int = 1000) -> Example:
 
 
 def long_rows(prompt: int = 4000, answer: int = 1000) -> Example:
-    """The same, with a row for each token of the answer."""
+    """The example, with a row for each token of the answer."""
     one = long(prompt, answer)
     rng = np.random.default_rng(0)
     rows = np.tril(rng.normal(0, 0.1, (answer, prompt + answer)) ** 3, prompt - 1)

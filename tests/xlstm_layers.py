@@ -19,7 +19,7 @@ def mlstm(q, k, v, igate_preact, fgate_preact):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Of heads side by side, token by token."""
+    """A norm of heads side by side, token by token."""
 
     def forward(self, y: Tensor) -> Tensor:
         return super().forward(y.flatten(0, 1)).view_as(y)

@@ -34,7 +34,7 @@ def layer(
 
 
 def mixer(coefficients: DiagonalCoefficients, seed: int = 1) -> DiagonalCoefficients:
-    """The same layer with its activation, gate and convolution of width 4 folded in."""
+    """A layer with its activation, gate and convolution of width 4 folded in."""
     g = torch.Generator().manual_seed(seed)
     dt = coefficients.dt
     return replace(

@@ -70,7 +70,7 @@ class Question:
 
 
 def questions(data: Any) -> list[Question]:
-    """Of examples of BIG-Bench Hard (input, target), or of questions with choices."""
+    """The questions of BIG-Bench Hard (input, target), or of a set with choices."""
     found = []
     for example in data:
         if "choices" in example:
@@ -115,11 +115,11 @@ class Answerer:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def prompt(self, text: str) -> Tensor:
-        """The same as a batch of one, ``(1, P)``."""
+        """The ids of a text as a batch of one, ``(1, P)``."""
         return torch.tensor([self.ids(text)], device=self.model.device)
 
     def probabilities(self, prompt: str, question: Question) -> Tensor:
-        """Of each option after the prompt, ``(options,)``, adding up to one."""
+        """The probability of each option after the prompt, ``(options,)``; they add up to one."""
         with torch.no_grad():
             found = log_likelihoods(
                 self.model, self.prompt(prompt), [self.ids(f" {o}") for o in question.options]

@@ -44,7 +44,7 @@ NOTES = (
 
 
 def log_likelihoods(model: Any, prompts: Tensor, options: list[list[int]]) -> Tensor:
-    """Of each option after each prompt: ids ``(B, P)``, and lists of ids, to ``(B, options)``."""
+    """Log likelihoods ``(B, options)`` of options, lists of ids, after each prompt ``(B, P)``."""
     B, P = prompts.shape
     rows, mask = (t.to(prompts.device) for t in padded(options, 0))
     n, T = rows.shape
@@ -65,7 +65,7 @@ def by_this_library(method: Any, method_options: dict[str, Any]) -> Callable[...
 
 
 def by_captum(model: Any, name: str, unknown: int) -> Callable[..., Tensor]:
-    """The same by one of Captum's methods, of the continuation's log likelihood."""
+    """Relevance by one of Captum's methods, of the continuation's log likelihood."""
 
     def explain(prompt: Tensor, continuation: Tensor) -> Tensor:
         P = prompt.shape[1]

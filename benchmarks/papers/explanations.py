@@ -95,7 +95,7 @@ def of_token_ids(
 
 
 def chosen(methods: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """Those methods whose names hold one of ``names``, in any case of letters; None for all."""
+    """The methods whose names hold one of ``names``, in any case of letters; None for all."""
     if names is None:
         return methods
     found = {

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from torch import Tensor
 from typing_extensions import Self
 
 from captum_ssm.attr.base import computed
@@ -38,12 +39,14 @@ from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenModel, Readout, Request
 from captum_ssm.capture.target import Against
-from captum_ssm.mixers.components import FORMULATIONS
+from captum_ssm.mixers.components import check_formulation
 from captum_ssm.utils.integers import as_index
 
 RULES = ("lrp", "gradient", "integrated")
 # A graph that loses a larger share of the relevance at a token says so.
 TOLERATED = 0.05
+
+Keeping = TypeVar("Keeping", bound=ActivationStandIns)
 
 
 class RelevanceFlow(MambaLRP):
@@ -117,7 +120,7 @@ class RelevanceFlow(MambaLRP):
             UnsupportedModelError: for a mixer that works on windows of the tokens; or that was
                 measured, where its scans do not work on all tokens one by one.
         """
-        _check_formulation(formulation)
+        check_formulation(formulation)
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
@@ -158,7 +161,7 @@ class RelevanceFlow(MambaLRP):
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for layers that
                 work on different tokens, or without a residual stream.
         """
-        _check_formulation("hidden" if formulation is None else formulation)
+        check_formulation("hidden" if formulation is None else formulation)
         if not 0 < share <= 1:
             raise ValueError(f"share is {share!r}; expected a number above 0, up to 1.")
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
@@ -199,7 +202,7 @@ class RelevanceFlow(MambaLRP):
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, or for a stream that
                 blocks do not add to.
         """
-        _check_formulation("hidden" if formulation is None else formulation)
+        check_formulation("hidden" if formulation is None else formulation)
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
         return computed(lambda: self._components(arguments, formulation))
 
@@ -233,20 +236,23 @@ class RelevanceFlow(MambaLRP):
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
         return computed(lambda: self._features(arguments, readout))
 
-    def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
+    def _ran(
+        self, arguments: Arguments, stand_ins: Callable[[Request], Keeping]
+    ) -> tuple[Keeping, FrozenModel, list[Activations], Tensor]:
+        # What stood in for the model's parts in its run, what each mixer kept, and the score.
         request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
-        stand_ins, frozen = self._propagated(request, arguments, blocks_read_by(readout))
+        made, frozen = self._propagated(request, arguments, stand_ins)
         self._warn(frozen)
-        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        return made, frozen, _kept(made, frozen), frozen.require_score()
+
+    def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
+        stand_ins, _, kept, score = self._ran(arguments, blocks_read_by(readout))
         run = PropagatedRun.of(stand_ins, kept, score, "lrp", retain_graph=False)
         with self._computing():
             return features_of(run, stand_ins, readout, score)
 
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
-        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
-        stand_ins, frozen = self._propagated(request, arguments, DirectStandIns)
-        self._warn(frozen)
-        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        stand_ins, frozen, kept, score = self._ran(arguments, DirectStandIns)
         run = DirectRun.of(stand_ins, kept, score)
         with self._computing():
             layers = _layers(frozen, kept, run.coefficients, formulation)
@@ -290,14 +296,10 @@ class RelevanceFlow(MambaLRP):
     def _edges(
         self, arguments: Arguments, formulation: str | None, rule: str, balanced: bool
     ) -> RelevanceEdges:
-        request = with_leaves(self._request(arguments.inputs, arguments.additional_forward_args))
-
         def make(asked: Request) -> ActivationStandIns:  # once all mixers are known
             return self._stand_ins(asked, blocks_of(asked.module), rule)
 
-        stand_ins, frozen = self._propagated(request, arguments, make)
-        self._warn(frozen)
-        kept, score = _kept(stand_ins, frozen), frozen.require_score()
+        stand_ins, frozen, kept, score = self._ran(arguments, make)
         formulation = formulation or _natural(kept)
         run = PropagatedRun.of(stand_ins, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
@@ -318,11 +320,6 @@ class RelevanceFlow(MambaLRP):
             formulation,
             _kind_of_score(arguments.target),
         )
-
-
-def _check_formulation(formulation: str) -> None:
-    if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
 
 
 def _arguments(inputs: Any, target: Any, extra: Any, against: Any, position: Any) -> Arguments:

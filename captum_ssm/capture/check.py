@@ -80,7 +80,7 @@ def tolerance_of(call: MixerCall, rounding: float) -> float:
 
 
 def _coarsest_tolerance(tolerance: float, output: Tensor) -> float:
-    # That of products of float32 as coarse as PyTorch was allowed to make them.
+    # Products of float32 may be as coarse as PyTorch was allowed to make them.
     is_single = output.dtype == torch.float32
     return max(tolerance, TOLERANCE[products_dtype(output.device)]) if is_single else tolerance
 
@@ -216,7 +216,7 @@ class Deviation:
     @classmethod
     @torch.no_grad()
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
-        """That of ``rebuilt`` from the output of ``call``, and from what was projected to it."""
+        """How far ``rebuilt`` is from the output of ``call``, and from what was projected to it."""
         _check_size(call, rebuilt.output)
         found = [_norms(rebuilt.output, call.output)]
         if rebuilt.projected is not None:

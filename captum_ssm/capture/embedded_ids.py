@@ -95,7 +95,7 @@ def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
 
 
 def _addresses(x: Tensor) -> Tensor:
-    # Of each entry, in its storage.
+    # The place of each entry in its storage.
     found = torch.tensor(x.storage_offset())
     for size, stride in zip(x.shape, x.stride(), strict=True):
         found = found[..., None] + stride * torch.arange(size)

@@ -93,12 +93,12 @@ class FrozenCall:
         return self.call.output.shape[0], self.call.output.shape[1]
 
     def times(self, scale: Tensor) -> FrozenCall:
-        """The same, of a mixer whose output the model multiplies by ``scale (E,)``."""
+        """This call, of a mixer whose output the model multiplies by ``scale (E,)``."""
         call = replace(self.call, result=self.call.output * scale.to(self.call.output))
         return replace(self, call=call, scale=scale)
 
     def of_first(self) -> FrozenCall:
-        """The same of the first example, read and checked anew."""
+        """This call of the first example, read and checked anew."""
         B = self.shape[0]
 
         def first(x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class FrozenModel:
         return StepGrids(self.wiring, self.grid)
 
     def from_patches(self, mode: str) -> FrozenModel:
-        """The same, with relevance interpolated from the first step's own grid.
+        """This frozen model, with relevance interpolated from the first step's own grid.
 
         Itself where the model declares a grid, or forms none.
         """
@@ -309,7 +309,7 @@ class FrozenModel:
                 _ = layer.mixer
 
     def at(self, position: int | Tensor) -> FrozenModel:
-        """The same frozen model, asked for the row of another token."""
+        """This frozen model, asked for the row of another token."""
         shape, call = (self.shape[0], self.counted), self.layers[0].call
         mask = None if self.mask is None or self.mask.shape != shape else self.mask != 0
         query = one_query(position, shape, mask, call.output.device)

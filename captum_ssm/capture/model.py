@@ -109,8 +109,8 @@ def _kind(value: Any) -> str:
 
 def parameter_names(model: nn.Module) -> list[str]:
     """The names of the arguments of a model's ``forward``."""
-    # Of the class: while a model is traced its modules carry another forward. A readout takes those
-    # of the model that it reads.
+    # The class has them: while a model is traced its modules carry another forward. A readout takes
+    # the arguments of the model that it reads.
     model = getattr(model, "arguments_of", model)
     return list(signature(type(model).forward).parameters)[1:]
 

@@ -262,8 +262,8 @@ def _widths(encoder: nn.Module) -> list[int]:
 
 
 def _configuration(model: nn.Module, names: Sequence[str]) -> Any:
-    # That of the model, with the features in the place of its classes: numbers of their own, as of
-    # a regression, which do not compete.
+    # The model's configuration, with the features in the place of its classes: numbers of their
+    # own, as of a regression, which do not compete.
     config = copy.copy(getattr(model, "config", None) or SimpleNamespace())
     config.id2label, config.problem_type = dict(enumerate(names)), "regression"
     return config

@@ -127,7 +127,7 @@ class Recording:
 
     @property
     def device(self) -> torch.device:
-        """That of the first mixer. A model may be spread over devices; results are on this one."""
+        """The first mixer's. A model may be spread over devices; results are on this one."""
         return self.calls[0].output.device
 
     def grid(self, model: nn.Module) -> TokenGrid | None:
@@ -143,9 +143,9 @@ class Recording:
             check_finite(call)
 
     def with_gradients(self, target: Tensor) -> Recording:
-        """The same recording with each call's gradient of ``target`` (summed over the batch).
+        """This recording with each call's gradient of ``target`` (summed over the batch).
 
-        Its wiring gets that of each series.
+        Its wiring gets the gradient of each series.
         """
         require_graph(target)
         reading, unruled = self._reading(target)
@@ -172,7 +172,7 @@ class Recording:
         return replace(carrying, wiring=wiring)
 
     def with_readout(self, target: Tensor) -> Recording:
-        """The same recording with the gradient of ``target`` at the calls after the last mixer."""
+        """This recording with the gradient of ``target`` at the calls after the last mixer."""
         require_graph(target)
         last = self.calls[-1].order
         wanted = [c for c in self.others if c.order > last and c.output.requires_grad]
@@ -222,7 +222,7 @@ class Recording:
         return found, frozenset(unruled)
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
-        """The same recording with gradients at the calls' outputs, by the calls' order."""
+        """This recording with gradients at the calls' outputs, by the calls' order."""
         if all(gradients.get(call.order) is None for call in self.calls):
             # A score may have a graph of its own: that of a head after a detached backbone.
             raise no_graph()

@@ -75,7 +75,7 @@ class FrozenStandIns:
         self.made: list[FrozenDuringRun | None] = []
         self.kept_bytes: float = KEPT
         self._linears = LinearCalls()
-        # Of mixers whose graph is made in the backward pass.
+        # How many mixers wait for their graph, which is made in the backward pass.
         self._waiting = 0
         self._bar: Bar | None = None
         # Adapters of recurrences: known once the first of their mixers was frozen.

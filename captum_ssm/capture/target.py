@@ -233,13 +233,12 @@ def _split_target(
     if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
         return target, position
     logits = extract_logits(recording.output)
-    pairs = None
     if isinstance(target, tuple) and len(target) == 2:
         pairs = [target] * logits.shape[0]
     elif isinstance(target, list) and target and all(isinstance(t, tuple) for t in target):
         _check_count(len(target), logits.shape[0])
         pairs = target
-    if pairs is None:
+    else:
         return target, position
     if any(len(pair) != 2 for pair in pairs):
         raise TargetError(f"target is {target!r}; a tuple names (position, token).")

@@ -214,7 +214,7 @@ def reaching(request: Request, run: Callable[[], T]) -> T:
 
 
 def _called(modules: set[nn.Module], request: Request, copies: Copies) -> set[nn.Module]:
-    # Those whose copies a run calls.
+    # The modules whose copies a run calls.
     called: set[nn.Module] = set()
     if modules:
         _run_noting(map(copies.of, modules), lambda module, *_: called.add(module), request)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from captum_ssm.cli.parser import listed
 from captum_ssm.explanation import Explanation
+
+
+def add_output(parser: argparse._ActionsContainer, what: str) -> None:
+    """The file that a command writes."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help=what)
 
 
 def check_output(path: Path | None, endings: tuple[str, ...], name: str = "--output") -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from captum_ssm.cli.arguments import check_output, numbers, write
+from captum_ssm.cli.arguments import add_output, check_output, numbers, write
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
@@ -49,11 +49,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="How many of the largest edges are printed. Default: 10",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Where to write a page (.html), the data (.json) or a picture of the first circuit "
+    add_output(
+        parser,
+        "Where to write a page (.html), the data (.json) or a picture of the first circuit "
         "(.png, .svg, .pdf).",
     )
     add_loading(parser)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from captum_ssm.cli.arguments import check_file, check_output, write
+from captum_ssm.cli.arguments import add_output, check_file, check_output, write
 from captum_ssm.cli.parser import listed, plain
 from captum_ssm.cli.terminal import show
 from captum_ssm.explanation import Explanation, Method
@@ -39,11 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="UNIT",
         help="What is shown: token, word, sentence or span. Default: token",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Where to write the difference: a page (.html), the data (.json) or a table (.csv).",
+    add_output(
+        parser, "Where to write the difference: a page (.html), the data (.json) or a table (.csv)."
     )
 
 

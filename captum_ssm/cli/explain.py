@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from captum_ssm.cli.arguments import check_file, check_output, numbers, write
+from captum_ssm.cli.arguments import add_output, check_file, check_output, numbers, write
 from captum_ssm.cli.inputs import read_messages, read_texts
 from captum_ssm.cli.loading import (
     MODEL,
@@ -193,11 +193,9 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     )
     add_kept(parser)
     parser.add_argument("--title", help="A heading for the page.")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Where to write a page (.html), the data (.json), a table (.csv) or a picture (.png, "
+    add_output(
+        parser,
+        "Where to write a page (.html), the data (.json), a table (.csv) or a picture (.png, "
         ".svg, .pdf).",
     )
     add_pixels(parser)

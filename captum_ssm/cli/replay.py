@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from captum_ssm.cli.arguments import check_file, check_output, write
+from captum_ssm.cli.arguments import add_output, check_file, check_output, write
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
@@ -49,12 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=["mamba-lrp"],
         help=f"One or several of {listed(method_names())}, or all. Default: mamba-lrp",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Where to write a page (.html), the data (.json) or a table (.csv).",
-    )
+    add_output(parser, "Where to write a page (.html), the data (.json) or a table (.csv).")
     add_loading(parser)
 
 
@@ -105,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _records(log: Path, requests: Path | None) -> list[Any]:
-    # Those of a file, with the requests of another one.
+    # The records of a file, with the requests of another one.
     found = log_entries(log)
     if requests is not None:
         found = with_requests(found, log_entries(requests))

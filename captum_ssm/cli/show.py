@@ -7,19 +7,14 @@ import tempfile
 import webbrowser
 from pathlib import Path
 
-from captum_ssm.cli.arguments import check_file, check_output
+from captum_ssm.cli.arguments import add_output, check_file, check_output
 from captum_ssm.explanation import Explanation
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("page", metavar="FILE", type=Path, help="A .html or .json of explain.")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Where to keep the page of a .json. Default: a temporary folder",
-    )
+    add_output(parser, "Where to keep the page of a .json. Default: a temporary folder")
 
 
 def run(args: argparse.Namespace) -> None:

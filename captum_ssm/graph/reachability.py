@@ -16,7 +16,7 @@ from captum_ssm.graph.points import Point
 _FACTORS = ("Mul", "Div")
 
 
-# Those that keep what they are given, as it is or in a sum.
+# Nodes of these names keep what they are given, as it is or in a sum.
 _VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
 
 

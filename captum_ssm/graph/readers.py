@@ -14,7 +14,6 @@ def readers(
     root: Point,
     leaf: Point,
     channels: Tensor | None = None,
-    seed: int = 0,
     *,
     tokens: Tensor | None = None,
     labels: Tensor | None = None,
@@ -31,24 +30,23 @@ def readers(
         root (Point): where gradients are put in.
         leaf (Point): where they are read.
         channels (Tensor, optional): the channels of the root to look at. Default: None
-        seed (int, optional): of the random vectors. Default: 0
         tokens (Tensor, optional): the tokens of the root to look at. Default: None
         labels (Tensor, optional): a number below T for each token of the root, returned in its
             place; tokens with the same number count as one. Default: None
     """
     if min(torch.finfo(p.dtype).bits for p in (root, leaf)) < 32:
-        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
+        return readers_by_bits(root, leaf, channels, tokens=tokens, labels=labels)
     T = root.tokens
     place = torch.arange(T, device=root.device) if labels is None else labels
     codes = (1 + place / T).to(root.dtype)[:, None]
-    r = _noise_in(root, channels, tokens, seed)
+    r = _noise_in(root, channels, tokens)
     ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
     if first is None or second is None:
         return torch.full((leaf.tokens,), -1, device=leaf.device)
     found, is_clear = decoded(first, second, T)
     if found is not None and not is_clear:
         # Several readers, or gradients that are rounding: those through the norm of a multiple.
-        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
+        return readers_by_bits(root, leaf, channels, tokens=tokens, labels=labels)
     return found
 
 
@@ -81,7 +79,6 @@ def readers_by_bits(
     channels: Tensor | None = None,
     *,
     by_channel: bool = False,
-    seed: int = 0,
     tokens: Tensor | None = None,
     labels: Tensor | None = None,
 ) -> Tensor | None:
@@ -89,7 +86,7 @@ def readers_by_bits(
 
     With ``by_channel`` each channel of the leaf is looked at by itself, ``(T, E)``.
     """
-    r = _noise_in(root, channels, tokens, seed)
+    r = _noise_in(root, channels, tokens)
     place = torch.arange(root.tokens, device=root.device) if labels is None else labels
     found: Tensor | None = None
     for bit in range(max(1, (root.tokens - 1).bit_length())):
@@ -164,8 +161,8 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), factor)
 
 
-def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None, seed: int) -> Tensor:
-    r = root.noise(torch.Generator().manual_seed(seed))
+def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None) -> Tensor:
+    r = root.noise(torch.Generator().manual_seed(0))
     for axis, index in ((1, channels), (0, tokens)):
         if index is not None:
             kept = torch.zeros_like(r)

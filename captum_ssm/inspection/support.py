@@ -206,7 +206,7 @@ def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
 
 
 def _orders(layer: FrozenCall, mixer: FrozenMixer) -> str:
-    # Of the mixer itself, or of the scans in it.
+    # The orders in which the mixer itself, or the scans in it, read tokens.
     if layer.order is not None and layer.order.shape[0] > 1:
         return f"{layer.order.shape[0]} windows"
     try:

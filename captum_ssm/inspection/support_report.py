@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,17 +157,9 @@ _KNOWN = {
 
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of a table as lines, two spaces to the right."""
-    return [f"  {line}" for line in aligned(rows)]
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Rows of a table as lines, with the columns of these indices aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.rjust if i in set(right) else str.ljust for i in range(len(widths))]
-    return [
-        "  ".join(side(text, n) for side, text, n in zip(sides, row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return [f"  {'  '.join(cells).rstrip()}" for cells in padded]
 
 
 def shortened(paths: Sequence[str]) -> str:

@@ -15,9 +15,10 @@ from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
 from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import with_edges
-from captum_ssm.interventions.reference import Reference, check_formulation, whole_mixer
+from captum_ssm.interventions.reference import Reference, whole_mixer
 from captum_ssm.interventions.selection import Layers, chosen_layers, path_of
 from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.components import check_formulation
 from captum_ssm.operators import SoftmaxOperator
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
@@ -146,7 +147,7 @@ class KeptEdges:
         return cls(_by_layer(paths, edges), remove, formulation)
 
     def at(self, opened: OpenMixer) -> EdgeSet:
-        """Those of one mixer in a run, which says how many tokens, heads and examples it has."""
+        """The edges of one mixer in a run, which tells its tokens, heads and examples."""
         given = self.by_layer.get(opened.path, torch.empty(0, 4, dtype=torch.long))
         return _edge_set(opened, given, self.remove, self.formulation)
 

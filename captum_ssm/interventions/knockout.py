@@ -11,7 +11,7 @@ from captum_ssm.interventions.edges import ProductEdges
 from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import with_edges
 from captum_ssm.interventions.selection import Layers, Tokens, mask_of
-from captum_ssm.mixers.components import FORMULATIONS
+from captum_ssm.mixers.components import check_formulation
 from captum_ssm.utils.blocks import contextmanager
 
 
@@ -85,8 +85,7 @@ def knockout(
         >>> torch.equal(logits[:, :-1], model(input_ids).logits[:, :-1])  # earlier tokens' rows
         True
     """
-    if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+    check_formulation(formulation)
     if renormalize and formulation != "hidden":
         raise ValueError(
             "renormalize=True was given with formulation='unified', whose edges are those of the "

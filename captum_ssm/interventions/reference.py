@@ -14,7 +14,7 @@ from captum_ssm.interventions.edges import EdgesElsewhere
 from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.left import sums_of
 from captum_ssm.mixers import COMPONENTS, FrozenMixer
-from captum_ssm.mixers.components import FORMULATIONS
+from captum_ssm.mixers.components import check_formulation
 from captum_ssm.operators import TokenOperator
 
 
@@ -115,12 +115,6 @@ class Reference:
                 "of them. With mean=True any number will do."
             )
         return found
-
-
-def check_formulation(formulation: str) -> None:
-    """Raise for an unknown formulation."""
-    if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
 
 
 def whole_mixer(mixer: FrozenMixer, formulation: str) -> TokenOperator | None:

@@ -104,7 +104,7 @@ class _Text:
     batch_size: int
 
     def logits(self, prompt: Tensor, words: Tensor) -> Tensor:
-        # Of texts with words (n, T): what is predicted at the place of each of them, (n, T, V).
+        # What is predicted at the place of each word of texts with words (n, T): (n, T, V).
         ids = torch.cat([prompt.expand(len(words), -1), words[:, :-1]], 1)
         named = {"use_cache": False} if "use_cache" in parameter_names(self.module) else {}
         return extract_logits(self.module(ids, **named))[:, -words.shape[1] :]
@@ -118,7 +118,7 @@ class _Text:
             yield from self.logits(self.prompt, words)
 
     def scores(self, logits: Tensor) -> Tensor:
-        # Of each word, (T,) of logits (T, V).
+        # The score of each word, (T,) of logits (T, V).
         T = len(self.words)
         return SpanTarget(range(T), self.words, score=self.score).scores(logits[None], T)[0]
 

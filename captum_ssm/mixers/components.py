@@ -9,6 +9,12 @@ PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
 FORMULATIONS = ("hidden", "unified")
 
 
+def check_formulation(formulation: str) -> None:
+    """Raise for an unknown formulation."""
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+
+
 def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:
     """The chosen components, by name; None for None.
 
@@ -23,8 +29,7 @@ def check_components(formulation: str, components: Iterable[str] | None) -> tupl
         >>> check_components("unified", ["gate"])
         ('gate',)
     """
-    if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+    check_formulation(formulation)
     if components is None:
         return None
     if formulation == "hidden":

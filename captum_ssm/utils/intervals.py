@@ -39,10 +39,9 @@ def moderated_halves(
     counts: np.ndarray,
     variances: np.ndarray,
     trend: np.ndarray | None = None,
-    level: float = 0.95,
     prior: float = PRIOR,
 ) -> np.ndarray:
-    """Half the width of the interval of each of many means, by the moderated t-statistic.
+    """Half the width of the 95% interval of each of many means, by the moderated t-statistic.
 
     A variance of few samples says little: two equal ones have none. Each variance is averaged with
     the one that all means have in common, which counts as ``prior`` more degrees of freedom
@@ -55,7 +54,6 @@ def moderated_halves(
             sample 0.
         trend (numpy.ndarray, optional): what the common variance is in proportion to, ``(K,)``,
             such as ``mean * (1 - mean)`` of shares; None for one variance. Default: None
-        level (float, optional): confidence level. Default: 0.95
         prior (float, optional): Default: 4
 
     Returns:
@@ -74,4 +72,4 @@ def moderated_halves(
     shape = np.ones(len(counts)) if trend is None else trend
     common = shape * (own * variances).sum() / max((own * shape).sum(), 1e-300)
     posterior = (own * variances + prior * common) / (own + prior)
-    return stats.t.ppf((1 + level) / 2, own + prior) * np.sqrt(posterior / counts)
+    return stats.t.ppf(0.975, own + prior) * np.sqrt(posterior / counts)

@@ -64,7 +64,7 @@ def first_of(result: Any) -> Any:
 
 
 def with_first(result: Any, first: Any) -> Any:
-    """The same result with another one in place of the first."""
+    """A result with another tensor in place of the first."""
     key = _first_key(result)
     if key is not None:
         changed = copy.copy(result)

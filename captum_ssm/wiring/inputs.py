@@ -67,7 +67,7 @@ class InputMap:
         return torch.where(sums > 0, size / sums.clamp(min=1e-300), even)
 
     def _sizes(self, x: Tensor) -> Tensor:
-        # Of what entries add to the tokens, (B S, F).
+        # The energy of what entries add to the tokens, (B S, F).
         total = torch.zeros_like(x)
         # So many that they are exact; fewer for wide tokens, which are made of many places each.
         points = self.roots if self.stem is None else (self.stem,)
@@ -122,7 +122,7 @@ def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
 
 
 def _channels(point: Point, leaf: Point) -> int | None:
-    # That of which a single channel reads more of the leaf than any place does; None for none.
+    # The axis of which a single channel reads more of the leaf than any place; None for none.
     noise, seen = point.unflat(point.noise(torch.Generator().manual_seed(0))), {}
     for axis, size in enumerate(point.shape[1:], 1):
         seed = torch.zeros_like(noise)

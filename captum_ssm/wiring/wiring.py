@@ -51,7 +51,7 @@ class TokenMap:
         return self.source is None and self.transport is None
 
     def of(self, share: Tensor) -> TokenMap:
-        """The same for a part of each token, ``(B, T)``."""
+        """This map for a part of each token, ``(B, T)``."""
         return replace(self, share=share if self.share is None else share * self.share)
 
     def earlier(self, tokens: int) -> int:
@@ -234,7 +234,7 @@ class Wiring:
         return found
 
     def starting_at(self, step: int) -> Wiring:
-        """The same without what is before a step, whose tokens are then the input's."""
+        """This wiring without what is before a step, whose tokens are then the input's."""
 
         def kept(reads: tuple[Read, ...]) -> tuple[Read, ...]:
             return tuple(read for read in reads if read[0] >= step)

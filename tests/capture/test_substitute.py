@@ -188,7 +188,7 @@ def test_what_is_wrong_next_to_a_known_projection_is_caught(
             return replace(mixer, gate=1.001 * mixer.gate)
         return replace(mixer, out_proj=lambda y: 1.001 * mixer.out_proj(y))
 
-    # Of this library's own, so that gradients replace the model's mixers by it.
+    # It counts as this library's own, so that gradients replace the model's mixers by it.
     wrong.__module__ = freeze_it.__module__
     monkeypatch.setitem(registry._REGISTRY, "MambaMixer", wrong)
     tokens = torch.randint(1, 30, (1, 40), generator=torch.Generator().manual_seed(0))

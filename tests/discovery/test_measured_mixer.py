@@ -322,7 +322,7 @@ named_like_a_registered_class = named("fork.mamba_ssm.modules.mamba_simple", "Ma
 
 @named_like_a_registered_class
 class Fork(wild.Backward):
-    """Of another package, with a name that is registered."""
+    """A class of another package, with a name that is registered."""
 
 
 @named("mamba_ssm.modules.mamba_simple", "Mamba")

@@ -96,7 +96,7 @@ def explained(kind, written, length):
     return module, call, freeze_measured(call)
 
 
-# Of 4 tokens as many as a head has channels, of 12 as many as the module.
+# A head has 4 channels and the module 12: as many as there are tokens in two cases.
 @pytest.mark.parametrize("length", [2, 3, 4, 12])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_matrix_itself_is_the_operator(kind, length):

@@ -157,7 +157,7 @@ def test_the_share_of_neighbors_is_that_of_the_values_weights():
         (found,) = supported(stack(mixer), given(), target=(6, 3)).mixers
     weight = mixer.v.weight.detach()
     own, other = (((weight * share) ** 2).sum() for share in (1 - mixer.mix[3], mixer.mix[3]))
-    # Of one random direction of the values.
+    # One random direction of the values is measured.
     assert abs(found.neighbor_share - float(other / (own + other))) < 0.25
     still = stack(TimeMix(shares=0.0))
     assert supported(still, given(), target=(6, 3)).mixers[0].neighbor_share == 0

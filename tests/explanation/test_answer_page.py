@@ -431,7 +431,7 @@ def test_the_address_keeps_what_is_picked(opened):
     assert question(opened("thoughts", "t=2")) == "Why “with”?"
     assert tab.locator(".picks .chips").is_visible()
     assert not tab.locator(".rests").is_visible()
-    # Of several examples, each opens as it would by itself.
+    # Each of several examples opens as it would by itself.
     tab = opened("several")
     assert not tab.locator(".whole-answer").is_visible()
     tab.keyboard.press("e")

@@ -1176,8 +1176,8 @@ def test_a_widget_takes_the_keyboard_and_follows_the_notebook(browser, tmp_path)
     tab.close()
 
 
-# Of 255, on average over a screenshot. Another method differs by 0.4 to 11, another output by 2.9,
-# another theme by 140 to 220; but other fonts by 3, so the fonts are fixed.
+# A screenshot may differ by so much of 255 on average. Another method differs by 0.4 to 11, another
+# output by 2.9, another theme by 140 to 220; but other fonts by 3, so the fonts are fixed.
 LARGEST_DIFFERENCE = 0.3
 FONTS = "--ui: 'DejaVu Sans'; --text: 'DejaVu Serif'"
 HAS_FONTS = """() => {

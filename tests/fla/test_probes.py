@@ -67,7 +67,7 @@ def columns_of_heads(scan: Callable, named: Arguments, length: int, tokens: Tens
 
 
 def columns_of_channels(scan: Callable[[Tensor], Tensor], unit: Tensor, tokens: Tensor) -> Tensor:
-    """The same of a scan whose channels differ, ``(B, D, L, columns)``, of a token's ``unit``."""
+    """Columns of a scan whose channels differ, ``(B, D, L, columns)``, of a token's ``unit``."""
     found = []
     for j in tokens.tolist():
         impulses = torch.zeros_like(unit)
@@ -129,7 +129,7 @@ class Gives(nn.Module):
 def measured_by_stubs(
     layer: nn.Module, run: Callable[[], object], length: int, tokens: Tensor
 ) -> Tensor:
-    """The same of Mamba and Mamba-2, whose scans are written out: what is around is replaced."""
+    """The columns of Mamba and Mamba-2, whose scans are written out: what is around is replaced."""
     seen: dict[str, Any] = {}
     hooks = [
         module.register_forward_hook(lambda m, args, y, name=name: seen.update({name: y}))

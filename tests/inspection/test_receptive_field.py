@@ -142,7 +142,7 @@ def test_a_causal_model_of_ids(by):
 
 @pytest.mark.parametrize("by", ["gradient", "implicit"])
 def test_long_inputs_are_asked_at_the_same_token(by):
-    # Of more than 256 tokens the wiring is measured on 32 of them.
+    # The wiring of more than 256 tokens is measured on 32 of them.
     field = effective_receptive_field(tiny(), ids(8, 60), by=by, position=-10)
     assert field.center == (50,)
     assert bool((field.map[:51] > 0).all())

@@ -52,7 +52,7 @@ def test_with_everything_patched_the_clean_logits_come_out_exactly(family):
             found = model(corrupted).logits
         with patched(model, corrupted):
             assert torch.equal(model(corrupted).logits, plain)
-    # Of the corrupted token the residual stream begins with another embedding.
+    # The residual stream of the corrupted token begins with another embedding.
     same = [i for i in range(L) if i != 2]
     assert torch.equal(found[:, same], truth[:, same])
     assert not torch.equal(plain[:, 3:], truth[:, 3:])

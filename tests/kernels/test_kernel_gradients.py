@@ -104,7 +104,7 @@ def backward(
 
 
 def by_autograd(grad: Tensor, v: Tensor, c: Any) -> list[Tensor | None]:
-    """The same in float64, by autograd through the chunked PyTorch form of the scan."""
+    """The gradients in float64, by autograd through the chunked PyTorch form of the scan."""
     v, c = leaf(v.double()), each(c, lambda x: leaf(x.double()))
     leaves = [x for x in tensors_of(c, v) if x is not None]
     y = TORCH_FORMS[f"{name_of('scan', [c])}_torch"](v, c)
@@ -274,7 +274,7 @@ def test_opcheck_of_gradients(device, name):
 
 @pytest.mark.parametrize("name", ["diagonal, plain", "delta"])
 def test_second_derivatives(name):
-    """Of values and coefficients, through the PyTorch form of the backward operation."""
+    """Values and coefficients have them, through the PyTorch form of the backward operation."""
     s = sample(*SMALL[name])
     leaves = {k: leaf(x) for k, x in vars(s.coefficients).items() if x is not None}
     for operation in ("scan", "rmatvec"):

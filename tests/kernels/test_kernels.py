@@ -33,7 +33,7 @@ ON_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DEVICES = ["cpu", ON_CUDA]
 KERNELS = ["kernel", ON_CUDA]
 FORMS = [*KERNELS, "torch"]
-# Those of "kernel" on a processor that has more.
+# A processor that has more runs "kernel" with other instructions than these.
 INSTRUCTION_SETS = ["avx2", "portable"]
 ALL_FORMS = [*FORMS, *INSTRUCTION_SETS]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
@@ -181,7 +181,7 @@ class Sample(NamedTuple):
 
 @functools.cache
 def sample(shape: tuple, kind: tuple | None = None, dtype: torch.dtype = torch.float64) -> Sample:
-    """Of a diagonal recurrence, or of a kind of linear attention."""
+    """A sample of a diagonal recurrence, or of a kind of linear attention."""
     if kind is None:
         c, v, rows = diagonal(*shape), randn(shape[:3]), 5
         w = v[..., 0].clone()
@@ -813,7 +813,7 @@ DISTANCE_SHAPES = [
 @pytest.mark.parametrize("shape", DISTANCE_SHAPES, ids=str)
 def test_distances_match_the_definition(shape, dtype, form):
     B, C, M, R, E = shape
-    # Of any layout.
+    # The arguments may have any layout.
     maps, values = randn(B, M, R, C).permute(0, 3, 1, 2).to(dtype), randn(B, C, E, M).mT.to(dtype)
     outputs = randn(B, R, E).to(dtype)
     function = kernels.map_distances

@@ -210,7 +210,7 @@ def test_a_padded_row_is_explained_like_the_row_alone(family, side):
     model, tokens, mask = build(family), ids(2, 9), padded(side)
     real = mask[1].bool()
     with torch.no_grad():
-        # Of their own, since the RecurrentGemma of transformers 4 keeps its states.
+        # Each has a model of its own, since the RecurrentGemma of transformers 4 keeps its states.
         together = build(family)(tokens, attention_mask=mask).logits[1, real]
         apart = build(family)(tokens[1:, real]).logits[0]
     alike = torch.allclose(together, apart, atol=1e-4)

@@ -285,7 +285,7 @@ def probabilities(model, inputs, monkeypatch) -> dict[str, Tensor]:
 
 
 def eager_probabilities(model, inputs, monkeypatch) -> dict[str, Tensor]:
-    """The same of a model all of whose mixers are attention."""
+    """The probabilities of a model all of whose mixers are attention."""
     model.set_attn_implementation("eager")
     return probabilities(model, inputs, monkeypatch)
 

@@ -47,7 +47,7 @@ def language_model(mamba_ssm, **options):
 
 @pytest.fixture(params=[True, False], ids=["fused_norm", "plain_norm"])
 def pair(mamba_ssm, request):
-    """The same weights in mamba_ssm's language model and in transformers'."""
+    """One set of weights in mamba_ssm's language model and in transformers'."""
     theirs = tiny("mamba", use_bias=False)
     ours = language_model(mamba_ssm, fused_add_norm=request.param, pad_vocab_size_multiple=1)
     state = theirs.state_dict()

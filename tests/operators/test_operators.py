@@ -163,7 +163,7 @@ KINDS = {
     "reversed, convolved": lambda L: ConvolvedOperator(
         PermutedOperator(make_diagonal(L), arange_back(L)), normal(D, 3)
     ),
-    # Of positive terms: products over maps of what cancels could not be compared.
+    # Its terms are positive: products over maps of what cancels could not be compared.
     "convolved twice": lambda L: ConvolvedOperator(
         ConvolvedOperator(SkipOperator(uniform(B, L, D)), uniform(D, 7)), uniform(D, 3)
     ),

@@ -141,7 +141,7 @@ class RandomMixer(nn.Module):
         return self.out_proj(self.mixed(*self.in_proj(x).chunk(2, -1)))
 
     def maps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one text ``(1, L, E)``: the maps ``(D, L, L)``, and the values that they are of."""
+        """The maps ``(D, L, L)`` of one text ``(1, L, E)``, and the values that they are of."""
         with torch.no_grad():
             u, z = self.in_proj(x).chunk(2, -1)
             self.kept = []

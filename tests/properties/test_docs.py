@@ -30,7 +30,7 @@ matplotlib.use("Agg")
 from folders import ROOT
 
 DOCS = ROOT / "docs"
-# Those of a build, which may be under way, are none.
+# Pages of a build, which may be under way, do not count.
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 # Inputs whose deciding tokens are known: each module is used by its name.

@@ -50,7 +50,7 @@ class NoMixer(nn.Module):
 
 
 class CheckpointFunction(Kernel):
-    """Of this name there are several, such as Megatron's."""
+    """Several classes have this name, such as Megatron's."""
 
 
 class Checkpointed(nn.Module):

@@ -86,6 +86,13 @@ def test_retired_words_stay_retired():
             assert not {word, defined} & RETIRED, f"{name} uses {word or defined}"
 
 
+def test_comments_and_docstrings_are_sentences_with_a_subject():
+    # Each of these refers to something that the reader has not been told of yet.
+    fragment = re.compile(r'("""|^ *# )(Of|That of|The same|Those|Nor)\b.*', re.MULTILINE)
+    found = {str(p): fragment.search(p.read_text(encoding="utf-8")) for p in FILES}
+    assert {name: match.group() for name, match in found.items() if match} == {}
+
+
 def test_scripts_of_the_page_share_no_name():
     # They are joined into one script, in which a name that is declared twice is an error.
     scripts = sorted((ROOT / "explanation/page/static").glob("*.js"))

@@ -34,7 +34,7 @@ def explained(method, model, x, *args, **options):
     except UnsupportedModelError:
         return None
     except ValueError as error:
-        # Of a score that is read from a constant token, or mixers that add to no residual stream.
+        # The score is read from a constant token, or the mixers add to no residual stream.
         if "could not be found" in str(error) or "residual stream" in str(error):
             return None
         raise

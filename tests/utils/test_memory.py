@@ -149,7 +149,7 @@ def allocated(run, tokens: torch.Tensor) -> int:
 def test_a_layer_more_keeps_its_tokens_and_the_stream(
     least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of a long input, when the graphs of mixers are made anew, and where the wiring is measured.
+    # The input is long, the graphs of mixers are made anew, and the wiring is measured.
     monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", 0)
     ids, peaks = torch.randint(30, (1, 80)), []
     for layers in (least, least + 4):

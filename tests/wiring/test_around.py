@@ -240,7 +240,7 @@ def test_a_rollout_is_the_product(name, monkeypatch):
     row = product(model, states, read, found)
     (ours,) = rollout_row(GridMaps(frozen, frozen.layers, MapOptions()))
     assert_close(ours[0], row, 1e-9)
-    # Of the entry as a score, which tells every method where it is.
+    # The entry is the score, which tells every method where it is.
     ours = MambaRollout(lambda x: model(x)[:, 1, 5], model).attribute(x)
     assert_close(ours.sum(-1)[0], row, 1e-9)
 

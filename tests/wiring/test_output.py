@@ -202,7 +202,7 @@ class Lying(torch.autograd.Function):
 
 
 class LyingOnce(Lying):
-    """The same, by a kernel: its backward pass cannot be differentiated."""
+    """A moving average by a kernel: its backward pass cannot be differentiated."""
 
     backward = staticmethod(once_differentiable(Lying.backward))
 
@@ -220,7 +220,7 @@ class Doubled(torch.autograd.Function):
 
 
 class DoubledOnce(Doubled):
-    """The same, which says that its backward pass cannot be differentiated."""
+    """Each token twice, by a kernel that says that its backward pass cannot be differentiated."""
 
     backward = staticmethod(once_differentiable(Doubled.backward))
 

@@ -179,16 +179,20 @@ def candidate_functions() -> list[Callable[..., Any]]:
 
     PyTorch's softmax attention and convolutions by its Fourier transforms are among them.
     """
-    # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
-    # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
-    functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
-    is_of_any, candidates = of_any_form(), list[Callable[..., Any]]()
+    functions, is_of_any, candidates = all_functions(), of_any_form(), list[Callable[..., Any]]()
     for function, code in zip(functions, own_codes(functions), strict=True):
         # A quick test first: a process has tens of thousands of functions.
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if is_of_any(names) and _may_scan(function, names):
             candidates.append(function)
     return [*candidates, *_BUILT_IN]
+
+
+def all_functions() -> list[FunctionType]:
+    """The functions of the process that the garbage collector looks at."""
+    # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
+    # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
+    return [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
 
 
 # What is explained, like code of others.

@@ -146,10 +146,10 @@ def read(
     )  # fmt: skip
 
 
-def shortened(text: str, width: int = WIDTH) -> str:
+def shortened(text: str) -> str:
     """A text in one line, its end in view: that is what most answers follow."""
     line = " ".join(text.split())
-    return line if len(line) <= width else "… " + line[2 - width :].partition(" ")[2]
+    return line if len(line) <= WIDTH else "… " + line[2 - WIDTH :].partition(" ")[2]
 
 
 def place(number: int) -> int:

@@ -107,7 +107,7 @@ def record(example: Example, title: str) -> dict[str, Any]:
 
 
 def _differences(example: Example) -> list[float | None] | None:
-    # Of a record of a served model: per token, None where nothing was recorded.
+    # What a served model's record tells of each token; None where nothing was recorded.
     if example.replay is None:
         return None
     found = {token.position: token.difference for token in example.replay.tokens}

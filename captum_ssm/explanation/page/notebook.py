@@ -1,4 +1,4 @@
-"""The same page in a notebook: a widget where it is live, and a frame where it is read."""
+"""The page in a notebook: a widget where it is live, and a frame where it is read."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def _unit_of(
     n = len(size)
     if output.dim() == n + 2 or tuple(output.shape[1:]) == size:
         dense = output.dim() == n + 2
-        # Of ids and univariate series, which have no such axis, the channels are the last.
+        # Ids and univariate series have no such axis: there the channels are the last.
         channels = (-1 if axis is None else axis) % output.dim() if dense else None
         shape = places_of(output, channels)
         place = index_of("position", position, shape)

@@ -18,6 +18,8 @@ from captum_ssm.explanation.units import lines, named, sentences, within, words
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
 
+WIDTH = 60  # characters of a text that names its example
+
 
 def explained_text(
     questions: Questions,
@@ -112,6 +114,6 @@ def _maps(setup: Setup, run: Run, ids: Tensor) -> tuple[Maps, ...]:
     return tuple(maps[name] for name in setup.maps)
 
 
-def _shortened(text: str, length: int = 60) -> str:
+def _shortened(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
+    return line if len(line) <= WIDTH else line[: WIDTH - 1].rstrip() + "…"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from captum_ssm.errors import InputError, TargetError
-from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup, Steps, TextSetup
-from captum_ssm.explanation.make.questions.classes import questions_of
-from captum_ssm.explanation.make.questions.explained import explained_text
+from captum_ssm.explanation.make.questions.base import Choices, Questions, TextSetup
 from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.questions.observed import Seen
+from captum_ssm.explanation.make.questions.one_text import OneTextQuestion
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
 from captum_ssm.utils.integers import as_index
@@ -25,17 +24,14 @@ LONGEST = 15  # tokens of an answer that nobody asked for, as in pipelines of tr
 
 
 @dataclass(frozen=True)
-class PlacesQuestion:
+class PlacesQuestion(OneTextQuestion):
     """What is asked about one text, of which the model tells where an answer starts and ends.
 
     ``target`` and ``against`` are the first and the last token of an answer.
     """
 
-    task: Task
-    text: TokenizedText
     target: tuple[int, int] | None
     against: tuple[int, int] | None
-    spans: Mapping[str, tuple[int, int]]
 
     @classmethod
     def of(
@@ -60,20 +56,10 @@ class PlacesQuestion:
         chosen, other = _place("target", target, text), _place("against", against, text)
         if chosen is not None and chosen == other:
             raise _itself(text, chosen)
-        return cls(task, text, chosen, other, asked.spans)
+        return cls(task, text, asked.spans, chosen, other)
 
-    @property
-    def size(self) -> int:
-        """How many tokens there are."""
-        return len(self.text.tokens)
-
-    def answer(self, setup: Setup) -> Steps[Example]:
-        """The text, explained.
-
-        Raises:
-            ValueError, TypeError: as for ``explain``.
-        """
-        questions, ids, seen = yield from questions_of(setup, self.task, self.text)
+    def ask(self, questions: Questions, seen: Seen) -> None:
+        """The answer as a whole, its start and its end."""
         starts, ends = self._possible(seen.scores[0].double())
         asked = [place for place in (self.target, self.against) if place is not None]
         width = max(LONGEST, *(last - first + 1 for first, last in asked), 1)
@@ -83,8 +69,6 @@ class PlacesQuestion:
         if chosen == against:
             raise _itself(self.text, answers.place(chosen))
         answers.ask_of(questions, chosen, against)
-        prompt = len(self.text.tokens)
-        return (yield from explained_text(questions, ids, self.text, prompt, self.spans))
 
     def _possible(self, logits: Tensor) -> Tensor:
         # An answer lies in the second text.
