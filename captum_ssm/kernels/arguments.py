@@ -14,6 +14,17 @@ def shape_error(name: str, x: Tensor, expected: str) -> ValueError:
     return ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
+def check_dims(**tensors: tuple[Tensor | None, int]) -> None:
+    """Raise for tensors that have another number of dimensions, or that are not of one dtype."""
+    present = {name: (x, dim) for name, (x, dim) in tensors.items() if x is not None}
+    for name, (x, dim) in present.items():
+        if x.dim() != dim:
+            raise shape_error(name, x, f"{dim} dimensions")
+    dtypes = {x.dtype for x, _ in present.values()}
+    if len(dtypes) > 1:
+        raise TypeError(f"the arguments are {sorted(map(str, dtypes))}; expected one dtype")
+
+
 def promote(**tensors: Tensor | None) -> list[Any]:
     """All tensors in the dtype that is computed in; they must be on one device."""
     present = {name: x for name, x in tensors.items() if x is not None}

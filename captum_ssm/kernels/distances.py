@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels.arguments import shape_error
+from captum_ssm.kernels.arguments import check_dims, shape_error
 from captum_ssm.kernels.extension import warn_if_missing
 
 # Numbers of vectors that the PyTorch form makes at a time.
@@ -39,12 +39,7 @@ def map_distances(maps: Tensor, values: Tensor, outputs: Tensor) -> Tensor:
         >>> distances = map_distances(maps, values, outputs := torch.rand(1, 3, 4))
         >>> torch.testing.assert_close(distances, (vectors - outputs[:, :, None]).abs().sum(-1))
     """
-    for name, x, dim in (("maps", maps, 4), ("values", values, 4), ("outputs", outputs, 3)):
-        if x.dim() != dim:
-            raise shape_error(name, x, f"{dim} dimensions")
-    dtypes = {x.dtype for x in (maps, values, outputs)}
-    if len(dtypes) > 1:
-        raise TypeError(f"the arguments are {sorted(map(str, dtypes))}; expected one dtype")
+    check_dims(maps=(maps, 4), values=(values, 4), outputs=(outputs, 3))
     (B, C, M, R), E = maps.shape, outputs.shape[-1]
     if values.shape != (B, C, M, E):
         raise shape_error("values", values, f"(B, C, M, E) = {(B, C, M, E)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels.arguments import shape_error
+from captum_ssm.kernels.arguments import check_dims, shape_error
 from captum_ssm.kernels.extension import warn_if_missing
 
 
@@ -38,12 +38,7 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
         >>> last = rows[0, 0, 0, 4] * values[0, 0, 0, 4]  # the last token enters through one tap
         >>> torch.testing.assert_close(out[0, 0, 0, 4], last)
     """
-    for name, x in (("out", out), ("rows", rows), ("values", values)):
-        if x.dim() != 4:
-            raise shape_error(name, x, "4 dimensions")
-    dtypes = {x.dtype for x in (rows, values, left, out) if x is not None}
-    if len(dtypes) > 1:
-        raise TypeError(f"the arguments are {sorted(map(str, dtypes))}; expected one dtype")
+    check_dims(out=(out, 4), rows=(rows, 4), values=(values, 4), left=(left, 3))
     B, D, R, C = out.shape
     M, L = rows.shape[1], rows.shape[-1]
     if rows.shape != (B, M, R, L) or M == 0 or D % M or C > L:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels.arguments import shape_error
+from captum_ssm.kernels.arguments import check_dims, shape_error
 from captum_ssm.kernels.extension import warn_if_missing
 
 
@@ -40,12 +40,7 @@ def weighted_rows(rows: Tensor, left: Tensor, sources: Tensor, last: int | None 
         >>> each = rows.repeat_interleave(2, 1) * left.mT[..., None] * sources[0, :, :, None]
         >>> torch.testing.assert_close(out, each.sum(1))
     """
-    for name, x, dim in (("rows", rows, 4), ("left", left, 3), ("sources", sources, 4)):
-        if x.dim() != dim:
-            raise shape_error(name, x, f"{dim} dimensions")
-    dtypes = {x.dtype for x in (rows, left, sources)}
-    if len(dtypes) > 1:
-        raise TypeError(f"the arguments are {sorted(map(str, dtypes))}; expected one dtype")
+    check_dims(rows=(rows, 4), left=(left, 3), sources=(sources, 4))
     (B, M, R, L), D = rows.shape, left.shape[-1]
     if left.shape != (B, R, D) or M == 0 or D == 0 or D % M:
         raise shape_error("left", left, f"(B, R, D) = {(B, R, 'D')} with D a multiple of M = {M}")
