@@ -45,22 +45,21 @@ class ShiftedBothWays(wild.Mixer):
         y = torch.roll(self.scanned(torch.cat([v, v.flip(1)])), 1, 1)
         y[:, 0, :] = 0
         there, back = y.chunk(2)
-        return there + back.flip(1) + v * self.D
+        return there + back.flip(1) + v * self.factor(v)
+
+    def factor(self, v: Tensor) -> Tensor:
+        return self.D
 
 
-class OwnScale(wild.Mixer):
+class OwnScale(ShiftedBothWays):
     """The factor of the skip is a linear layer of what it is multiplied with, as in Hydra."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Linear(8, 8)
 
-    def mixed(self, u: Tensor) -> Tensor:
-        v = self.convolved(u)
-        y = torch.roll(self.scanned(torch.cat([v, v.flip(1)])), 1, 1)
-        y[:, 0, :] = 0
-        there, back = y.chunk(2)
-        return there + back.flip(1) + v * self.scale(v)
+    def factor(self, v: Tensor) -> Tensor:
+        return self.scale(v)
 
 
 class Delayed(wild.Mixer):

@@ -10,6 +10,7 @@ import wild
 from folders import ROOT
 from proofs import proven
 from torch.nn import functional as F
+from xlstm_layers import mlstm
 
 import captum_ssm
 from captum_ssm.attr import MambaRollout
@@ -422,16 +423,13 @@ def test_a_state_transition_that_reads_and_writes():
 
 
 def test_an_mlstm():
-    def mlstm(queries, keys, values, igate_preact, fgate_preact):
-        forget = F.logsigmoid(fgate_preact[..., 0]).cumsum(-1)
-        weights = (forget[..., None] - forget[..., None, :] + igate_preact.mT).exp().tril()
-        scores = weights * (queries @ keys.mT) * queries.shape[-1] ** -0.5
-        return scores @ values / scores.sum(-1, keepdim=True).abs().clamp(min=1)
+    def named(queries, keys, values, igate_preact, fgate_preact):
+        return mlstm(queries, keys, values, igate_preact, fgate_preact)
 
     q, k, v = torch.randn(3, 2, 3, 7, 4).unbind()
     i, f = torch.randn(2, 2, 3, 7, 1).unbind()
     given = dict(queries=q, keys=k, values=v, igate_preact=i, fgate_preact=f)
-    assert proven(mlstm, **given).error < 1e-4
+    assert proven(named, **given).error < 1e-4
 
     def clipped(queries, keys, values, igate_preact, fgate_preact):
         return mlstm(queries, keys, values, igate_preact, fgate_preact).clamp(-0.1, 0.1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import fla.models
 import pytest
 from models import VOCABULARY, ids, randomize, without_biases
-from torch import Tensor, nn
-
-from captum_ssm import LaTIM, MambaLRP
+from proofs import assert_adds_up
+from torch import nn
 
 MODELS = ("RetNet", "HGRN", "GLA", "RWKV6", "DeltaNet", "GatedDeltaNet")
 
@@ -24,15 +23,6 @@ def build(name: str, **options: object) -> nn.Module:
     )
     model = randomize(getattr(fla.models, f"{name}ForCausalLM")(config)).eval()
     return without_biases(model)
-
-
-def assert_adds_up(model: nn.Module, tokens: Tensor) -> None:
-    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
-        relevance, delta = method(model).attribute(
-            tokens, target=3, return_convergence_delta=True, **options
-        )
-        assert float(delta.abs().max()) < 1e-5
-        assert float(relevance.abs().max()) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore")
