@@ -144,7 +144,6 @@ README_ROWS = {
     "LaTIM": "`LaTIM`",
     "UnifiedImplicitAttention": "`UnifiedImplicitAttention`",
     "MambaAttribution": "`MambaAttribution`",
-    "MambaRollout, absolute": '`MambaRollout`, `sign="absolute"`',
     "IntegratedGradients (Captum)": "Captum's `IntegratedGradients`",
     "random": "random maps",
 }
@@ -185,11 +184,14 @@ def findings(found: dict[str, Any]) -> list[str]:
         if precision[name].first == 1 and name not in found["heuristics"]
     ]
     flow, logit = "LaTIM, flow_logit", "LaTIM"
-    mended = difference(found, flow, logit, "precision")
     means = by_task(found, "precision")
+    taken = [task for task, score in means[flow].items() if score is not None]
+    refused = [task for task in means[flow] if task not in taken]
+    mended = difference(found, flow, logit, "precision", taken)
     mine, theirs = means["MambaLRP"], means[flow]
-    missed, worst = (min(own, key=lambda task: own[task]) for own in (mine, theirs))
-    poor = min(means[logit], key=lambda task: means[logit][task])
+    more = {task: theirs[task] - mine[task] for task in taken}
+    missed, worst = max(more, key=more.__getitem__), min(more, key=more.__getitem__)
+    poor = min(taken, key=lambda task: means[logit][task])
     size = difference(found, "RawAttention, absolute", "RawAttention", "precision")
     paraphrase = standings(found, "paraphrase")
     moved = difference(found, "MambaLRP", "InputXGradient (Captum)", "paraphrase")
@@ -203,19 +205,22 @@ def findings(found: dict[str, Any]) -> list[str]:
     return [
         _holds(
             "MambaLRP" in first,
-            "By average precision the order at the top is open: of "
-            f"{count} entrants {', '.join(f'{n} ({_interval(precision[n])})' for n in first)} have "
-            "a rank whose interval begins at 1.",
+            f"By average precision, of {count} entrants, first places are within the intervals of: "
+            f"{', '.join(f'{n} ({_interval(precision[n])})' for n in first)}.",
         ),
         _holds(
             mended[1] > 0,
-            'LaTIM is better with `aggregation="flow_logit"` than by default: '
-            f"{precision[flow].value:.2f} instead of {precision[logit].value:.2f} (difference "
-            f"{mended[0]:.2f} [{mended[1]:.2f}, {mended[2]:.2f}]), and on {poor} "
-            f"{theirs[poor]:.2f} instead of {means[logit][poor]:.2f}.",
+            'LaTIM is better with `aggregation="flow_logit"` than by default, by '
+            f"{mended[0]:.2f} [{mended[1]:.2f}, {mended[2]:.2f}] in precision, and on {poor} "
+            f"{theirs[poor]:.2f} instead of {means[logit][poor]:.2f}"
+            + (
+                f". It refuses {' and '.join(refused)}, where it counts as random maps do."
+                if refused
+                else "."
+            ),
         ),
         _holds(
-            mine[missed] < theirs[missed] and theirs[worst] < mine[worst],
+            more[worst] < 0 < more[missed],
             f"No method finds the cause on every task: MambaLRP has {mine[missed]:.2f} on "
             f"{missed}, where {flow} has {theirs[missed]:.2f}, and that one "
             f"{theirs[worst]:.2f} on {worst}, where MambaLRP has {mine[worst]:.2f}: look at both.",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import captum_ssm
 from captum_ssm.interventions import TokenKnockout
 
+from . import models
 from .task import logits_of
 
 Method = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -39,7 +40,13 @@ def ours(method: type, **options: Any) -> Method:
 
 
 def knockout(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-    """What the answer's logit loses when later tokens no longer read a token."""
+    """What the answer's logit loses when later tokens no longer read a token.
+
+    Raises:
+        ValueError: for typeseg. Each of its many runs would measure its mixers anew, for hours.
+    """
+    if isinstance(model, models.AskedCharacter):
+        raise ValueError("left out for its cost: hours")
     tokens = TokenKnockout(model)
     return tokens.attribute(inputs, target=target, formulation="unified", perturbations_per_eval=16)
 
@@ -84,7 +91,7 @@ def by_removal(method: type, **options: Any) -> Method:
             removing.attribute(
                 row[None],
                 target=one[None],
-                feature_mask=units[None],
+                feature_mask=units[None].contiguous(),  # Captum takes views of it
                 baselines=model.blank,
                 **options,
             )
