@@ -273,9 +273,8 @@ def raw_row(maps: GridMaps) -> list[Tensor]:
 
     wiring.back(query, ask, to_inputs=False)
     rows = wiring.back([torch.zeros_like(w) for w in query], add)
-    # Each step counts as much as it is read by the output.
-    read = sum(asked[s].abs().sum(1, keepdim=True) for s in maps.steps if s in asked)
-    return [_over(row, read) for row in rows] if torch.is_tensor(read) else rows
+    read = sum(step in asked for step in maps.steps)  # by the output
+    return [row / max(1, read) for row in rows]
 
 
 def rollout_row(maps: GridMaps) -> list[Tensor]:
