@@ -177,7 +177,8 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor
     (query,) = frozen.require_query()
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
     if not bool((read - given).norm() <= 1e-3 * given.norm()):
-        is_one = bool((query.amax(1) > 1 - 1e-6).all())
+        is_read = query > 1 - 1e-6  # (B, L)
+        is_one = bool(is_read.any(1).all())
         if not is_one or _stream_after(last_group, frozen.others, final) is final:
             raise UnreadStreamError(
                 f"what {call.path} is given is not the mean of the tokens after the last mixer, "
@@ -185,7 +186,7 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor
                 f"stream is not known; {_ELSE}"
             )
         # An MLP adds to the one token; what it adds to the others is not read.
-        final = torch.where(query[..., None] > 1 - 1e-6, given[:, None], final)
+        final = torch.where(is_read[..., None], given[:, None], final)
     return final, query[..., None] * _pulled_back(call)[:, None].to(final.dtype)
 
 
