@@ -34,12 +34,12 @@ def few_functions() -> Iterator[None]:
     """
     from captum_ssm.discovery.scans import calls
 
-    look = calls.all_functions
     may_scan = {f for f in calls.candidate_functions() if type(f) is FunctionType}
-    known = may_scan | {f for f in look() if f.__code__.co_filename.startswith(TESTS)}
+    looked = calls.all_functions()
+    known = may_scan | {f for f in looked if f.__code__.co_filename.startswith(TESTS)}
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "all_functions", lambda: [*known, *look()])
+        patch.setattr(calls, "frozen_functions", lambda: known)
         yield
 
 

@@ -1,8 +1,11 @@
 """Scans recorded by what they are called with, proven, and exchanged."""
 
+import os
 import re
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +268,25 @@ def test_only_functions_with_the_roles_are_candidates():
     assert wild.last_scan in found
     assert coefficients not in found
     assert not any((f.__module__ or "").startswith("captum_ssm.kernels") for f in found)
+
+
+def test_scans_are_found_after_a_server_has_frozen_the_garbage_collector():
+    code = """
+import gc
+import torch
+import wild
+from captum_ssm.discovery.scans.calls import candidate_functions
+
+before = set(candidate_functions())
+gc.freeze()
+after = set(candidate_functions())
+assert wild.scan in after
+assert before == after, before ^ after
+gc.unfreeze()
+"""
+    path = os.pathsep.join([str(Path(wild.__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_a_form_of_a_user(monkeypatch):

@@ -189,10 +189,25 @@ def candidate_functions() -> list[Callable[..., Any]]:
 
 
 def all_functions() -> list[FunctionType]:
-    """The functions of the process that the garbage collector looks at."""
+    """The functions of the process: those that the garbage collector looks at, and frozen ones."""
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
-    return [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
+    functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
+    if not gc.get_freeze_count():
+        return functions
+    return list({id(f): f for f in (*functions, *frozen_functions())}.values())
+
+
+def frozen_functions() -> Iterable[FunctionType]:
+    """The functions and methods of all modules: a server may call gc.freeze() before it forks."""
+    for module in [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]:
+        for value in list(vars(module).values()):
+            for function in list(vars(value).values()) if isinstance(value, type) else [value]:
+                if type(function) in (classmethod, staticmethod):
+                    function = function.__func__
+                while type(function) is FunctionType:
+                    yield function
+                    function = vars(function).get("__wrapped__")
 
 
 # What is explained, like code of others.
