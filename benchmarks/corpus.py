@@ -96,7 +96,7 @@ def measure_memory(there: Path) -> list[dict[str, Any]]:
 
 
 def measure_processes(there: Path) -> list[dict[str, Any]]:
-    count, rows = 4_000, []
+    count, rows = 20_000, []  # starting a process takes seconds of its own
     for n in (1, 2):
         folder = there / f"of{n}"
 
