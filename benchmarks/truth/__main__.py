@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.examples:
         plan = Plan(args.examples, min(plan.randomized, args.examples))
     if args.train:
-        for task in tasks():
+        for task in _chosen_tasks(args):
             for seed in filter(None, task.seeds):  # seed 0 is the repository's
                 if not models.is_trained(task.trained_as, seed):
                     models.train(task.trained_as, seed)

@@ -129,7 +129,6 @@ def float_tasks() -> list[Task]:
             partial(models.series, "forecaster"),
             _forecasts,
             torch.arange(steps * features).view(steps, features),
-            seeds=(0, 1, 2),
             trained_as="series-forecaster",
             is_forecast=True,
         ),
@@ -140,7 +139,6 @@ def float_tasks() -> list[Task]:
             partial(models.series, "classifier"),
             _bursts,
             bursts.repeat_interleave(PATCH).view(signals.CHANNELS, signals.LENGTH),
-            seeds=(0, 1, 2),
             trained_as="series-classifier",
         ),
         Task(
@@ -151,6 +149,7 @@ def float_tasks() -> list[Task]:
             _digits,
             _patches(digits.CANVAS),
             EMPTY,
+            trained_as="digits-vim",
         ),
         Task(
             "moving-video",
@@ -159,5 +158,6 @@ def float_tasks() -> list[Task]:
             models.moving_video,
             _clips,
             frames,
+            trained_as="moving-video",
         ),
     ]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm import examples
 from captum_ssm.examples.typeseg import PLACEHOLDER, TypeSeg
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,12 +25,19 @@ ASKED = 80  # the character of a file that is asked for
 
 __all__ = ["ASKED", "CACHE", "PLACEHOLDER"]
 
-# How each model that is trained anew is trained, by the name of its checkpoint.
+# How each model is trained, by the name of its checkpoint.
 TRAINING = {
+    "chains-mamba2": ("chains/train.py", "chains", "mamba2", "--steps", "1200"),
+    "copying-mamba": ("copying/train.py",),
+    "copying-mamba2": ("copying/train.py", "--model", "mamba2", "--state", "64"),
+    "digits-vim": ("vision/train.py",),
+    "moving-video": ("video/train.py",),
     "passkey-mamba": ("passkey/train.py", "--examples", "100"),
     "series-classifier": ("series/train.py", "classifier"),
     "series-forecaster": ("series/train.py", "forecaster"),
     "stories-mamba": ("language/train.py", "mamba", "--steps", "4000", "--stories", "100"),
+    "stories-mamba2": ("language/train.py", "mamba2", "--steps", "1500", "--stories", "100"),
+    "stories-qwen3next": ("language/train.py", "qwen3next", "--steps", "600", "--stories", "100"),
 }
 
 
@@ -116,25 +122,32 @@ class AskedCharacter(nn.Module):
 
 def series(kind: str, seed: int = 0) -> nn.Module:
     """The forecaster or the classifier of series."""
-    from safetensors.torch import load_file
-
     from captum_ssm.examples.series import SeriesClassifier, SeriesForecaster
 
     model = {"forecaster": SeriesForecaster, "classifier": SeriesClassifier}[kind]()
-    path = checkpoint(f"series-{kind}", seed) / "model.safetensors"
-    model.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    model.load_state_dict(_weights(f"series-{kind}", seed))
     return Entries(model) if kind == "forecaster" else model
 
 
 def digits_vim(seed: int = 0) -> nn.Module:
     """The classifier of images."""
-    return examples.load("digits-vim")[0]
+    from captum_ssm.models import VisionMamba
+
+    return VisionMamba.from_state_dict(_weights("digits-vim", seed))
 
 
 def moving_video(seed: int = 0) -> nn.Module:
     """The classifier of clips."""
-    found: nn.Module = _module("trained_models", TUTORIALS).load("moving-video")
-    return found
+    model: nn.Module = _module("trained_models", TUTORIALS).VideoClassifier()
+    model.load_state_dict(_weights("moving-video", seed))
+    return model
+
+
+def _weights(name: str, seed: int) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    stored = load_file(checkpoint(name, seed) / "model.safetensors")
+    return {key: value.float() for key, value in stored.items()}
 
 
 def has_typeseg() -> bool:

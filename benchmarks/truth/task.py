@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 ANY_OTHER = -1
+SEEDS = (0, 1, 2)  # of the trainings of one model
 TOLERANCE = 0.5  # between a forecast and what it has to be, in standard deviations of the series
 
 
@@ -79,8 +80,7 @@ class Task:
             a patch, a frame. Captum calls it ``feature_mask``. Lists of examples of other lengths
             use its first entries.
         blank (float): what a removed unit holds.
-        seeds (tuple of int): the trainings whose maps are compared.
-        trained_as (str): the checkpoint's name, of a task with several trainings.
+        trained_as (str): the name of the checkpoint, of a model that the repository trains.
         is_forecast (bool): whether answers are values instead of classes.
     """
 
@@ -91,7 +91,6 @@ class Task:
     draw: Callable[[int, torch.Generator], list[Examples]]
     units: Tensor
     blank: float = 0.0
-    seeds: tuple[int, ...] = (0,)
     trained_as: str = ""
     is_forecast: bool = False
 
@@ -100,6 +99,11 @@ class Task:
         model = self.load(seed).eval().requires_grad_(False)
         model.units, model.blank = self.units, self.blank  # type: ignore[assignment]
         return model
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The trainings whose maps are compared."""
+        return SEEDS if self.trained_as else SEEDS[:1]
 
     def is_text(self) -> bool:
         """Whether the inputs are token ids."""

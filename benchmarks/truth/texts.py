@@ -187,10 +187,9 @@ def _language(
     model: str,
     draw: Callable[[int, torch.Generator], list[Examples]],
     blank: int,
-    seeds: tuple[int, ...] = (0,),
 ) -> Task:
     load = partial(models.language, model)
-    return Task(name, family, about, load, draw, TOKENS, blank, seeds, model)
+    return Task(name, family, about, load, draw, TOKENS, blank, model)
 
 
 def text_tasks() -> list[Task]:
@@ -206,15 +205,12 @@ def text_tasks() -> list[Task]:
         for m in ("copying-mamba", "copying-mamba2")
     ]
     value = "the value behind the key that is asked for, among other records"
-    found.append(
-        _language("passkey-mamba", "passkey", value, "passkey-mamba", _passkey, 0, (0, 1, 2))
-    )
+    found.append(_language("passkey-mamba", "passkey", value, "passkey-mamba", _passkey, 0))
     for model in ("stories-mamba", "stories-mamba2", "stories-qwen3next"):
-        seeds = (0, 1, 2) if model == "stories-mamba" else (0,)
         found += [
             _language(
                 f"{model}, {kind}", "stories", told[kind], model, partial(_stories, kind),
-                stories.UNKNOWN_ID, seeds,
+                stories.UNKNOWN_ID,
             )
             for kind in stories.KINDS
         ]  # fmt: skip
