@@ -33,7 +33,7 @@ from captum_ssm.attr.flow.features import (
 from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.shift import with_shifts
-from captum_ssm.attr.flow.stream import blocks_of, nodes_of
+from captum_ssm.attr.flow.stream import blocks_of, nodes_of, streams_of
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
@@ -247,7 +247,8 @@ class RelevanceFlow(MambaLRP):
 
     def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
         stand_ins, _, kept, score = self._ran(arguments, blocks_read_by(readout))
-        run = PropagatedRun.of(stand_ins, kept, score, "lrp", retain_graph=False)
+        streams = stand_ins.streams
+        run = PropagatedRun.of(stand_ins, streams, kept, score, "lrp", retain_graph=False)
         with self._computing():
             return features_of(run, stand_ins, readout, score)
 
@@ -301,12 +302,13 @@ class RelevanceFlow(MambaLRP):
 
         stand_ins, frozen, kept, score = self._ran(arguments, make)
         formulation = formulation or _natural(kept)
-        run = PropagatedRun.of(stand_ins, kept, score, rule, retain_graph=balanced)
+        streams = streams_of(stand_ins, score)
+        run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
             layers = {one.name: one for one in _layers(frozen, kept, found, formulation)}
-            nodes = nodes_of(stand_ins.streams, run.coefficient_at)
+            nodes = nodes_of(streams, run.coefficient_at)
         if balanced:
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]

@@ -102,7 +102,7 @@ def test_an_edge_is_the_gradient_of_its_own_share_in_the_frozen_network(family):
         stand_ins.inputs = (*stand_ins.inputs, share)  # where the graph begins
         score = frozen.require_score()
         kept = stand_ins.made_of
-        run = PropagatedRun.of(stand_ins, kept, score, "lrp", retain_graph=False)
+        run = PropagatedRun.of(stand_ins, [], kept, score, "lrp", retain_graph=False)
         found, expected = edges[layer].matrix()[0, i, j], run.coefficient_at(share)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 

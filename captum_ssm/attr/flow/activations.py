@@ -19,6 +19,7 @@ from captum_ssm.capture.recording import gradients_at
 from captum_ssm.discovery.frozen_scans import scans_frozen
 from captum_ssm.discovery.scans.proof import Scan
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.utils.nested import tensors_in, with_first
 
@@ -148,6 +149,8 @@ class ActivationStandIns(RelevanceStandIns):
     Attributes:
         made_of (list of Activations or ScannedCall): by mixer, in forward order.
         streams (list of BlockStream): by block, in forward order.
+        normed (list of tuple): what norms outside of the mixers were given, in the graph, each with
+            the number of mixers that ran before.
     """
 
     def __init__(
@@ -162,6 +165,7 @@ class ActivationStandIns(RelevanceStandIns):
         self.made_of: list[Activations | ScannedCall] = []
         self.scans: list[Scan] = []  # of the call that is running
         self.streams: list[BlockStream] = []
+        self.normed: list[tuple[int, Tensor]] = []
 
     def picks(self, module: nn.Module) -> bool:
         return module in self.blocks or super().picks(module)
@@ -171,6 +175,7 @@ class ActivationStandIns(RelevanceStandIns):
         self.made_of.clear()
         self.scans.clear()
         self.streams.clear()
+        self.normed.clear()
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         return scans_frozen(root, self.scans.append)
@@ -223,6 +228,9 @@ class ActivationStandIns(RelevanceStandIns):
             first = self.streams[-1].mixers.stop if self.streams else 0
             self.streams.append(BlockStream(before, after, range(first, len(self.made_of))))
             return None
+        if is_norm(call.module):
+            given = next(tensors_in((call.args, call.kwargs)))  # in the graph, of its own dtype
+            self.normed += [(len(self.made_of), given)] if given.requires_grad else []
         if self.rule == "lrp" or isinstance(call.module, nn.Embedding):
             return super().other(call)
         return None
@@ -281,6 +289,7 @@ class PropagatedRun:
     def of(
         cls,
         stand_ins: ActivationStandIns,
+        streams: list[BlockStream],
         kept: Sequence[Activations],
         score: Tensor,
         rule: str,
@@ -288,7 +297,7 @@ class PropagatedRun:
         retain_graph: bool,
     ) -> PropagatedRun:
         """A run's coefficients, from one backward pass by a rule."""
-        streams, starts = stand_ins.streams, stand_ins.starts()
+        starts = stand_ins.starts()
         around = [x for stream in streams for x in (*stream.before, *stream.after)]
         inside = [x for one in kept for x in one.tensors]
         wanted = {id(x): x for x in (*starts, *inside, *around) if x.requires_grad}

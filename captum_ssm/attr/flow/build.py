@@ -12,6 +12,7 @@ from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.attr.flow.graph import FlowGraph, FlowLayer
 from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
 from captum_ssm.attr.flow.paths import joined
+from captum_ssm.attr.flow.stream import UNKNOWN_STREAM
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.integers import example_index
@@ -97,9 +98,7 @@ def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tens
     W = len(steps)
     if W not in known:
         raise UnsupportedModelError(
-            "the residual stream after the last mixer was not found in this model; expected blocks "
-            "in a ModuleList or Sequential, which take and return the tokens. The edges of each "
-            "layer are there: call edges()."
+            f"{UNKNOWN_STREAM} The edges of each layer are there: call edges()."
         )
     shapes = {x.shape for x in known.values()} | {one.out.shape for step in steps for one in step}
     if len(shapes) > 1:

@@ -16,7 +16,7 @@ from captum_ssm.attr.flow.activations import (
     BlockStream,
     coefficients_of,
 )
-from captum_ssm.attr.flow.stream import blocks_of
+from captum_ssm.attr.flow.stream import UNKNOWN_STREAM, blocks_of, streams_of
 from captum_ssm.attr.relevance import coefficients_at
 from captum_ssm.capture import Request
 from captum_ssm.errors import UnsupportedModelError
@@ -69,7 +69,8 @@ class DirectRun:
             key=lambda one: one if isinstance(one, int) else one.mixers - 0.5,
         )
         outputs = [kept[one].output if isinstance(one, int) else one.output for one in order]
-        around = [x for s in stand_ins.streams for x in (*s.before, *s.after)]
+        streams = streams_of(stand_ins, score)
+        around = [x for s in streams for x in (*s.before, *s.after)]
         wanted = {id(x): x for x in around if x.requires_grad}
         tensors = list({id(x): x for x in (*starts, *wanted.values())}.values())
         found: dict[int, Tensor] = {}
@@ -79,7 +80,7 @@ class DirectRun:
         at_streams = {one: g for one, g in by_id if g is not None and one in wanted}
         coefficients = _inside(kept, found, starts)
         parts = [(one, found.get(id(x))) for one, x in zip(order, outputs, strict=True)]
-        return cls(parts, coefficients, stand_ins.streams, at_streams)
+        return cls(parts, coefficients, streams, at_streams)
 
     def check(self) -> None:
         """Raise unless all blocks pass their stream on as it is, at most times a number.
@@ -87,6 +88,8 @@ class DirectRun:
         Raises:
             UnsupportedModelError: with the block that does not.
         """
+        if not self.streams or not self.streams[-1].after:
+            raise UnsupportedModelError(f"{UNKNOWN_STREAM} Call RelevanceFlow.edges.")
         last = self._coefficient(self.streams[-1].after)
         for n, stream in enumerate(self.streams):
             for what, tensors in (("before", stream.before), ("after", stream.after)):

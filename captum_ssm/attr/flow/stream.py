@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from captum_ssm.attr.flow.activations import BlockStream
+from captum_ssm.attr.flow.activations import ActivationStandIns, BlockStream
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import meetings, nodes_before
 from captum_ssm.mixers import find_mixers
 from captum_ssm.operators.composed import sum_of
+
+UNKNOWN_STREAM = (
+    "the residual stream after the last mixer was not found in this model; expected blocks in a "
+    "ModuleList or Sequential, which take and return the tokens, or a norm that is given them."
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,50 @@ def blocks_of(model: nn.Module) -> set[nn.Module]:
                 found.add(named[".".join(parts[:k])])
                 break
     return found
+
+
+def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> list[BlockStream]:
+    """The residual stream around the mixers of a run: at the ends of its blocks.
+
+    Where blocks are not modules, as where a loop over two lists says ``x = x + mixer(norm(x))``, it
+    is what a norm was given and all ways from the inputs to the score pass.
+
+    Args:
+        stand_ins (ActivationStandIns): of the run.
+        score (Tensor): in its graph.
+    """
+    starts, blocks = stand_ins.starts(), [s for s in stand_ins.streams if s.mixers]
+    if blocks and _is_passed_by_all(blocks[-1].after, starts, score):
+        return stand_ins.streams
+    return _between_norms(stand_ins, starts, score) or stand_ins.streams
+
+
+def _is_passed_by_all(tensors: Sequence[Tensor], starts: Sequence[Tensor], score: Tensor) -> bool:
+    # Whether all ways from the inputs to the score pass some tensors.
+    ends = {get_gradient_edge(x).node for x in tensors if x.requires_grad}
+    before = nodes_before([get_gradient_edge(score).node], ends) - ends
+    return not any(get_gradient_edge(x).node in before for x in starts)
+
+
+def _between_norms(
+    stand_ins: ActivationStandIns, starts: Sequence[Tensor], score: Tensor
+) -> list[BlockStream]:
+    passed = {*meetings([Point.of(score)], [Point.of(x) for x in starts])}
+    if len(starts) == 1:
+        passed.add(get_gradient_edge(starts[0]))
+    stream = [(k, x) for k, x in stand_ins.normed if get_gradient_edge(x) in passed]
+    mixers = len(stand_ins.made_of)
+    # By the number of mixers that ran before, the stream that the next one is given; last the one
+    # that is left after all.
+    before = {k: x for k, x in stream if k < mixers}
+    if 0 not in before:
+        return []
+    begins, last = [*before, mixers], [x for k, x in stream if k == mixers][-1:]
+    after = [*([x] for x in before.values()), last][1:]
+    return [
+        BlockStream([x], following, range(first, end))
+        for x, following, (first, end) in zip(before.values(), after, pairwise(begins), strict=True)
+    ]
 
 
 def nodes_of(

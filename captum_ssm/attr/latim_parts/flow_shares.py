@@ -33,7 +33,8 @@ def flow_shares(edges: RelevanceEdges, step: int) -> Tensor:
         names = ", ".join(layer.name for layer in layers)
         raise UnsupportedModelError(
             f"the residual stream around {names} was not found, so it is not known what passes "
-            "these mixers by; use aggregation='alti_logit'."
+            "these mixers by; expected blocks in a ModuleList or Sequential, which take and return "
+            "the tokens, or a norm that is given them. Use aggregation='alti_logit'."
         )
     own = block.before - sum_of([layer.drawn for layer in layers])
     whole = sum_of([layer.matrix() for layer in layers]) + torch.diag_embed(own)
