@@ -86,14 +86,12 @@ class OpenMixer:
     def check(self, mask: Tensor | None) -> None:
         """Raise `ReconstructionError` unless this is what the module computed."""
         gated, recorded = self.gated.detach(), self.projected
-        # What is kept for later has the run's graph.
-        output = self.output.detach() if recorded is None else None
+        # The output is kept for the edit, which needs the run's graph of it.
+        output = self.output.detach() if recorded is None else self.call.output
         with torch.no_grad():
             share = self.mixer.recurrence_share(gated)
-            if output is not None:
-                rebuilt = Rebuilt(output, share, self.mixer.rounding)
-            else:
-                rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, recorded))
+            projected = None if recorded is None else (gated, recorded)
+            rebuilt = Rebuilt(output, share, self.mixer.rounding, projected)
             check_reconstruction(self.path, self.call, rebuilt, mask)
 
     def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
