@@ -116,3 +116,14 @@ def test_a_model_that_keeps_no_state_is_named():
         patched(build("rwkv"), ids(1, L), component="state", tokens=2),
     ):
         pass
+
+
+def test_a_model_that_writes_its_cache_in_place_has_gradients():
+    model, clean, corrupted = build("rwkv"), ids(1, L), ids(1, L, seed=1)
+    effects = [
+        attribution_patching(
+            model, clean, corrupted, target=5, rule="gradient", additional_forward_args=further
+        )["output"].effects
+        for further in ({"use_cache": True}, {"use_cache": False})
+    ]
+    assert_close(*effects)
