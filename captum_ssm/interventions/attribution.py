@@ -23,6 +23,7 @@ from captum_ssm.interventions.selection import Layers
 from captum_ssm.interventions.states import state_operator, states_of, writes
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.retry import retry_with_copies
 
 RULES = ("gradient", "relp")
 
@@ -85,7 +86,8 @@ def attribution_patching(
     runs = Runs(pair.corrupted, target, position)
     with torch.no_grad():
         total = Runs(pair.clean, target, position).scores()[0] - runs.scores()[0]
-    slopes = (_gradients if rule == "gradient" else _coefficients)(pair, runs, check)
+    found = _gradients if rule == "gradient" else _coefficients
+    slopes = retry_with_copies(lambda: found(pair, runs, check))
     by_name = [{layer.name: layer for layer in run.layers} for run in (pair.clean, pair.corrupted)]
     results = {}
     for component in wanted:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from captum_ssm.operators import SoftmaxOperator, TokenOperator
 from captum_ssm.operators.entries import entries
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.memory import tile_entries
+from captum_ssm.utils.plain_graph import recomputed
 
 FEW = 4  # edges into a token, up to which entries cost less than a row
 
@@ -200,7 +200,7 @@ class RowEdges(EdgeSet):
         rows, is_row = _positions(has_some)
         tiles = list(_tiles(rows, of))
         if len(tiles) > 1 and torch.is_grad_enabled():  # a graph of all tiles is that of all rows
-            found = [checkpoint(self._tile, of, tile, use_reentrant=False) for tile in tiles]
+            found = [recomputed(self._tile, of, tile) for tile in tiles]
         else:
             found = [self._tile(of, tile) for tile in tiles]
         B = len(y)

@@ -39,6 +39,7 @@ from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached, with_first
 from captum_ssm.utils.offload import weights_loaded
+from captum_ssm.utils.plain_graph import without_checkpoints
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ class OpenMixer:
     def check(self, mask: Tensor | None) -> None:
         """Raise `ReconstructionError` unless this is what the module computed."""
         gated, recorded = self.gated.detach(), self.projected
+        # The output is kept for the edit, which needs the run's graph of it.
+        output = self.output.detach() if recorded is None else self.call.output
         with torch.no_grad():
             share = self.mixer.recurrence_share(gated)
-            if recorded is None:
-                rebuilt = Rebuilt(self.output.detach(), share, self.mixer.rounding)
-            else:
-                rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, recorded))
+            projected = None if recorded is None else (gated, recorded)
+            rebuilt = Rebuilt(output, share, self.mixer.rounding, projected)
             check_reconstruction(self.path, self.call, rebuilt, mask)
 
     def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
@@ -148,7 +149,7 @@ def edited(
         )
     paths = {module: path for path, module in chosen.items()}
     edits = _Edits(model, paths, edit, check, _Unedited() if unedited else None)
-    with workspace(), _noticed(edits):
+    with workspace(), without_checkpoints(), _noticed(edits):
         yield
     missed = [path for path in chosen if path not in edits.reached]
     if missed:

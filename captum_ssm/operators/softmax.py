@@ -120,8 +120,9 @@ class SoftmaxOperator(HeadOperator):
             at = index[:, None, :, None].expand(-1, bias.shape[1], -1, self.length)
             scores = scores + bias.gather(2, at)
         if self.sinks is None:
-            # A row whose scores are all masked (padding) has only zeros.
-            return torch.softmax(scores, -1).nan_to_num(0.0)
+            # A row whose scores are all masked (padding) has only zeros, and no gradient.
+            masked = scores.isneginf().all(-1, keepdim=True)
+            return torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
         if self.sinks.dim() == 1:
             sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
         else:

@@ -25,6 +25,24 @@ def plain_graph() -> AbstractContextManager[None]:
     return patched_functions([cast(FunctionType, f) for f in _BODIES], _replaced)
 
 
+def without_checkpoints() -> AbstractContextManager[None]:
+    """Let checkpointed parts of a model run as they are, in this thread.
+
+    They run once more in the backward pass, when the block that changes the model may have ended.
+    """
+    return patched_functions([cast(FunctionType, checkpoint)], _replaced)
+
+
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, once more in the backward pass, also in :func:`without_checkpoints`."""
+    with patched_functions([cast(FunctionType, checkpoint)], _original):
+        return checkpoint(function, *args, use_reentrant=False)
+
+
+def _original(_: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return original(*args, **kwargs)
+
+
 def _replaced(function: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _BODIES[function](*args, **kwargs)
 

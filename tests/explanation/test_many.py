@@ -141,6 +141,13 @@ def test_images_of_two_sizes_of_batches():
     assert 3 in sizes
 
 
+def test_a_list_of_ids_of_several_lengths():
+    model = tiny("mamba")
+    rows = [torch.tensor(row) for row in ([3, 4, 5, 9], [9, 8], [30, 3, 3, 4, 7])]
+    assert_close(explain(model, inputs=rows), [explain(model, inputs=row) for row in rows])
+    assert_close(explain(model, inputs=rows[:1]), [explain(model, inputs=rows[0])])
+
+
 def test_each_input_has_its_own_error(tokenizer):
     explainer = Explainer(tiny("mamba"), tokenizer, alternatives=0)
     rows = [

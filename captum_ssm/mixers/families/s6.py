@@ -54,7 +54,7 @@ def freeze_scan(
     module = call.module
     conv = short_conv(call, getattr(module, f"conv1d{suffix}"), u)
     act, psi = getattr(module, "act", F.silu), conv.output
-    activation, values = activation_factor(act, psi.detach()), act(psi)
+    activation, values = activation_factor(act, psi), act(psi)
     if mask is not None:
         activation, values = (x * mask[..., None] for x in (activation, values))
     return FrozenMixer(

@@ -182,8 +182,15 @@ def _of_list(inputs: list[Any]) -> list[Text] | None:
         return found
     if isinstance(first, tuple) and len(first) == 2 and all(isinstance(t, str) for t in first):
         return [(str(a), str(b)) for a, b in inputs]
-    is_ids = isinstance(first, (list, tuple)) or as_index(first) is not None
-    return None if torch.is_tensor(first) or not is_ids else _of_ids(inputs, None, None)
+    if torch.is_tensor(first):  # of other axes it may be a picture or a batch
+        is_ids = all(torch.is_tensor(one) and _is_row_of_ids(one) for one in inputs)
+    else:
+        is_ids = isinstance(first, (list, tuple)) or as_index(first) is not None
+    return _of_ids(inputs, None, None) if is_ids else None
+
+
+def _is_row_of_ids(value: Tensor) -> bool:
+    return value.dim() == 1 and not value.is_floating_point()
 
 
 def _is_pair_of_texts(inputs: Mapping[str, Any]) -> bool:
