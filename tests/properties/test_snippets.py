@@ -43,8 +43,12 @@ NEEDS = {
     "how_to/inseq.md": "inseq",
     "how_to/neighbors.md": "bertviz",
     "how_to/transformer_lens.md": "transformer_lens",
+    "how_to/datasets.md": "pyarrow",
+    "how_to/served_models.md": "pyarrow",
     "reference/metrics.md": "accelerate",
 }
+# The oldest transformers whose names a page uses; it says what the names were before.
+SINCE = {"how_to/long_prompts.md": "5.24"}
 
 
 def pieces(text):
@@ -82,6 +86,7 @@ def run(page):
 @pytest.mark.filterwarnings("ignore:Contrastive inputs do not match")  # inseq's, said always
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, own_registry):
     pytest.importorskip(NEEDS.get(page, "torch"))
+    pytest.importorskip("transformers", minversion=SINCE.get(page))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     if any(mark == "in a checkout" for _, mark in PAGES[page]):
