@@ -95,7 +95,9 @@ def test_only_the_job_that_publishes_may_and_it_stores_no_token():
             may = job.get("permissions", {}).get("id-token") == "write"
             assert may == (name == "publish")
             for step in job["steps"]:
-                assert "uses" not in step or "@" in step["uses"]
+                assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40))
+                is_checkout = step.get("uses", "").startswith("actions/checkout@")
+                assert not is_checkout or step["with"]["persist-credentials"] is False
     publish = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"][
         "publish"
     ]
