@@ -34,6 +34,10 @@ MARKED = {
 # Pages that a test of what they teach runs, with more around them.
 ELSEWHERE = {
     "recipes.md": "properties/test_recipes.py",
+    **dict.fromkeys(
+        (f"recipes/{path.name}" for path in (DOCS / "recipes").glob("*.md")),
+        "properties/test_recipe_pages.py",
+    ),
     "add_a_family.md": "mixers/test_families.py",
     "development/add_a_method.md": "attr/test_toy_method.py",
     "development/add_a_scan_form.md": "discovery/test_scans.py",
