@@ -18,7 +18,7 @@ from folders import ROOT
 from repositories import made
 from torch import Tensor
 
-PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.md"))}
+PAGES = {path.name: path for path in sorted((ROOT / "docs" / "recipes").glob("*.md"))}
 INDEX = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 # What pages import, by module.
@@ -113,21 +113,21 @@ def run(page: str) -> dict[str, Any]:
     for size, smaller in SMALLER.items():
         source = source.replace(size, smaller)
     names: dict[str, Any] = {"__name__": page}
-    exec(compile(source, f"{page}.md", "exec"), names)
+    exec(compile(source, page, "exec"), names)
     return names
 
 
 # By page, its results: the name, and the name of the input whose shape it has.
 RESULTS = {
-    "detector": {"relevance": "images", "attention": "images"},
-    "genomes": {"relevance": "ids", "attention": "ids", "relevance_of_next": "ids"},
-    "mamba4rec": {"relevance": "history", "by_item": "history", "why": "history"},
-    "mambavision": {"relevance": "images", "by_patch": "images"},
-    "pointmamba": {"relevance": "points"},
-    "s_mamba": {"relevance": "series", "attention": "series"},
-    "videomamba": {"relevance": "clips", "attention": "clips"},
-    "vmamba": {"relevance": "images", "attention": "images", "read": "images"},
-    "volumes": {"read": "volume", "relevance": "scan"},
+    "detector.md": {"relevance": "images", "attention": "images"},
+    "genomes.md": {"relevance": "ids", "attention": "ids", "relevance_of_next": "ids"},
+    "mamba4rec.md": {"relevance": "history", "by_item": "history", "why": "history"},
+    "mambavision.md": {"relevance": "images", "by_patch": "images"},
+    "pointmamba.md": {"relevance": "points"},
+    "s_mamba.md": {"relevance": "series", "attention": "series"},
+    "videomamba.md": {"relevance": "clips", "attention": "clips"},
+    "vmamba.md": {"relevance": "images", "attention": "images", "read": "images"},
+    "volumes.md": {"read": "volume", "relevance": "scan"},
 }
 
 
@@ -176,12 +176,12 @@ def _volumes(names: dict[str, Any]) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "detector": _detected,
-    "genomes": _genomes,
-    "mamba4rec": _recommended,
-    "pointmamba": _points,
-    "s_mamba": _forecast,
-    "volumes": _volumes,
+    "detector.md": _detected,
+    "genomes.md": _genomes,
+    "mamba4rec.md": _recommended,
+    "pointmamba.md": _points,
+    "s_mamba.md": _forecast,
+    "volumes.md": _volumes,
 }
 
 
