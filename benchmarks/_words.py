@@ -49,15 +49,23 @@ def save_portably(
     """Save model and tokenizer in the words that every release of transformers reads."""
     save(model, directory)
     tokenizer.save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("backend", None)
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    name_portably(directory)
     path = directory / "config.json"
     settings = json.loads(path.read_text())
     settings.pop("time_step_limit", None)  # infinite by default, which is written in two ways
     path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def name_portably(directory: Path) -> None:
+    """Name what a saved tokenizer is and has in the words of transformers 4, which 5 reads too."""
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("backend", None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    special = settings.pop("extra_special_tokens", None)
+    if special:
+        settings["additional_special_tokens"] = special
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def loading(name: str) -> str:

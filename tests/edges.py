@@ -15,7 +15,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from families import DELTA_FAMILIES, FAMILIES, KDA_FAMILIES, SSD_FAMILIES, modeling_of
+from families import (
+    DELTA_FAMILIES,
+    FAMILIES,
+    KDA_FAMILIES,
+    SSD_FAMILIES,
+    modeling_of,
+    skip_what_keeps_its_cache,
+)
 from models import S6_FAMILIES, without_cache
 from torch import Tensor, nn
 
@@ -257,5 +264,6 @@ def removed_by_hand(
 @contextmanager
 def without(family: str, model: nn.Module, edges: Removed) -> Iterator[None]:
     """As above, of any edges."""
+    skip_what_keeps_its_cache(family)
     with SCANS[family](model, edges), attention(model, edges):
         yield

@@ -22,6 +22,9 @@ from captum_ssm.examples import folder, names, signals
 from captum_ssm.examples.digits import held_out_digits
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "benchmarks"))
+
+from _words import name_portably  # noqa: E402
 
 TEXTS = {
     "chains": "a = c; f = 31; p = f; k = 17; c = n; e = p; n = k; b = e; ? a =",
@@ -77,6 +80,7 @@ def main() -> None:
             shutil.copy(path, target)
         if name == "copying-mamba":
             letters().save_pretrained(target)
+            name_portably(target)
         if name == "digits-vim":
             settings = {
                 "size": {"height": 40, "width": 40},

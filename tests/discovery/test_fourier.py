@@ -173,9 +173,28 @@ def test_the_map_of_a_hyena_acts_on_its_values():
     torch.testing.assert_close(module.out(y), module(x), rtol=1e-4, atol=1e-5)
 
 
+class OfAFunction(Hyena):
+    """As HyenaDNA writes it, by a function that other modules call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x2, x1, v = self.parts(x)
+        return self.out((fftconv(x1 * v, self.kernel, self.D) * x2).mT)
+
+
+def test_a_hyena_that_calls_a_function_is_one():
+    module, x = OfAFunction().eval(), tokens(2)
+    mixer = measured(module, x)
+    torch.testing.assert_close(mixer.projected(mixer.gated_output()), module(x))
+    v = module.parts(x)[2]
+    found = mixer.operator("unified", ("gate", "activation", "skip")).matrix()
+    y = torch.einsum("bdij,bdj->bid", found, v)
+    torch.testing.assert_close(module.out(y), module(x), rtol=1e-4, atol=1e-5)
+
+
 @each_method
-def test_every_method_explains_a_hyena(method):
-    model, x = wild.Stack(Hyena(), Hyena()).eval(), tokens()
+@pytest.mark.parametrize("kind", [Hyena, OfAFunction])
+def test_every_method_explains_a_hyena(method, kind):
+    model, x = wild.Stack(kind(), kind()).eval(), tokens()
     where = {} if method not in OF_A_TARGET else {"target": (6, 3)}
     found = method(model).attribute(x, position=6, **where)
     assert found.isfinite().all()

@@ -1,7 +1,9 @@
 """The models that come with the package are the trained ones, and answer as these do."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from captum_ssm import examples
 from captum_ssm.examples import signals
 
 TRAINED = ROOT / "tutorials" / "models"
+FOLDERS = (TRAINED, Path(examples.__file__).parent / "data")
+TOKENIZERS = [path for folder in FOLDERS for path in sorted(folder.glob("*/tokenizer_config.json"))]
 NEXT_WORD = {
     "chains": "c",
     "chat": "blue",
@@ -42,6 +46,13 @@ def test_weights_are_the_trained_ones_in_half_the_size(name):
     for key, weight in packed.items():
         assert weight.dtype == torch.float16
         torch.testing.assert_close(weight, trained[key].half(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("path", TOKENIZERS, ids=lambda path: "/".join(path.parts[-3:-1]))
+def test_tokenizers_are_named_as_the_oldest_transformers_knows_them(path):
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not {"backend", "extra_special_tokens"} & set(settings)  # of transformers 5
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE, "chat-mamba", "reviews-jamba", "digits-vim"])

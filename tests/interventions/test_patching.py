@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
 import torch
-from families import build
+from families import build, modeling_of
 from methods import assert_close
 from models import Residual, embed, ids, randomize, tiny
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ def test_outputs_are_patched_as_by_a_hook(family):
 def test_values_are_patched_as_in_the_models_own_scan(family):
     model, (clean, corrupted) = build(family, num_hidden_layers=1, **ONE.get(family, {})), pair()
     name, role, axis = SCANS[family]
-    modeling = sys.modules[type(model).__module__]
+    modeling = modeling_of(model, name)
     original = getattr(modeling, name)
     kept: list[Tensor] = []
 
@@ -209,7 +208,7 @@ def test_relp_leaves_no_trace_and_follows_patching(family):
 
 def test_value_zeroing_is_what_a_hook_measures(mamba):
     tokens = ids(2, 6)
-    modeling = sys.modules[type(mamba).__module__]
+    modeling = modeling_of(mamba, "mamba_selective_scan")
     original, seen = modeling.mamba_selective_scan, {}
     mixer, block = mamba.backbone.layers[1].mixer, mamba.backbone.layers[1]
     hooks = [

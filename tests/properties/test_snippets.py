@@ -34,6 +34,10 @@ MARKED = {
 # Pages that a test of what they teach runs, with more around them.
 ELSEWHERE = {
     "recipes.md": "properties/test_recipes.py",
+    **dict.fromkeys(
+        (f"recipes/{path.name}" for path in (DOCS / "recipes").glob("*.md")),
+        "properties/test_recipe_pages.py",
+    ),
     "add_a_family.md": "mixers/test_families.py",
     "development/add_a_method.md": "attr/test_toy_method.py",
     "development/add_a_scan_form.md": "discovery/test_scans.py",
@@ -43,8 +47,12 @@ NEEDS = {
     "how_to/inseq.md": "inseq",
     "how_to/neighbors.md": "bertviz",
     "how_to/transformer_lens.md": "transformer_lens",
+    "how_to/datasets.md": "pyarrow",
+    "how_to/served_models.md": "pyarrow",
     "reference/metrics.md": "accelerate",
 }
+# The oldest transformers whose names a page uses; it says what the names were before.
+SINCE = {"how_to/long_prompts.md": "5.24"}
 
 
 def pieces(text):
@@ -82,6 +90,7 @@ def run(page):
 @pytest.mark.filterwarnings("ignore:Contrastive inputs do not match")  # inseq's, said always
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, own_registry):
     pytest.importorskip(NEEDS.get(page, "torch"))
+    pytest.importorskip("transformers", minversion=SINCE.get(page))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     if any(mark == "in a checkout" for _, mark in PAGES[page]):

@@ -136,7 +136,8 @@ class ScanCalls:
         if result is None:
             with torch.no_grad(), not_intercepted():
                 result = call.run()
-        scan = self._find(call, result)
+        with not_intercepted():  # the operators that are tried have transforms and products too
+            scan = self._find(call, result)
         if scan is None:
             return call.run()
         self.taken += 1
