@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from edges import SCANS, RemovedPairs, without
-from families import build, padded, skip_what_fails_by_itself, skip_what_keeps_its_cache
+from families import (
+    TRANSFORMERS_4,
+    build,
+    padded,
+    skip_what_fails_by_itself,
+    skip_what_keeps_its_cache,
+)
 from frozen import frozen_layers
 from methods import assert_close
 from models import embed, ids, tiny
@@ -447,9 +453,10 @@ def test_writing_inside_is_refused_with_a_cache_and_edited_without(mamba):
     tokens = ids(1, L)
     how = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1}
     with circuit(mamba, [(0, 3, 1)]):
-        with pytest.raises(
-            (UnsupportedModelError, ReconstructionError), match="cache that is not empty"
-        ):
+        # The mixer of transformers 4 does not tell that its cache is filled.
+        error = ReconstructionError if TRANSFORMERS_4 else UnsupportedModelError
+        hint = "" if TRANSFORMERS_4 else ".*use_cache=False"
+        with pytest.raises(error, match=f"cache that is not empty{hint}"):
             mamba.generate(tokens, **how)
         written = mamba.generate(tokens, use_cache=False, **how)
         for end in range(L, L + 3):
