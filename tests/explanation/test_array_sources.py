@@ -137,3 +137,56 @@ def test_bad_rows_of_every_kind_are_recorded_by_their_index(tmp_path):
     assert kinds[5] == MemoryLimitError.__name__
     assert "nobody" in found.errors[6]
     assert [one.examples[0].text for one in found] == ["w3 w4 w5", "w6 w7 w8"]
+
+
+def test_pictures_of_pil_are_rows_and_columns(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    model, processor = examples.load("digits-vim")
+    picture = examples.sample("digits-vim")
+    path = tmp_path / "a.png"
+    picture.save(path)
+    stored = path.read_bytes()
+    column = [{"image": one, "label": 3} for one in (picture, stored, str(path))]
+    column += [{"image": {"bytes": stored, "path": None}, "label": 3}]
+    column += [{"image": {"bytes": None, "path": str(path)}, "label": 3}]
+    held = datasets.Dataset.from_dict({"image": [picture], "label": [3]})
+    held = held.cast_column("image", datasets.Image())
+    forms = {"list": [picture], "columns": column, "held": held}
+    expected = explain(model, processor, path, target=3, show_progress=False).relevance()
+    for name, rows in forms.items():
+        named = {"columns": {"image": "image", "target": "label"}}
+        how = {"target": 3} if name == "list" else named
+        found = explain_dataset(model, processor, rows, tmp_path / name, **how)
+        assert found.errors == {}, name
+        for one in found:
+            np.testing.assert_allclose(one.relevance(), expected, rtol=1e-3, atol=1e-5)
+    with pytest.raises(InputError, match=r"data\.hash was"):
+        explain_dataset(model, processor, [picture.rotate(90)], tmp_path / "list", target=3)
+    found = explain_dataset(model, processor, [{"image": b"none"}], tmp_path / "none")
+    assert "image holds bytes that PIL cannot open" in found.errors[0]
+
+
+def test_rows_of_ids_are_integers_of_a_vocabulary(tmp_path):
+    words = word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
+    bad = [[-1, 3], [2**70], [3.5], [True], []]
+    ids = [[3, 4], [[3, 4]], np.array([3, 4])]
+    columns = [{"input_ids": one} for one in (*ids, *bad)]
+    for name, rows, good in (("columns", columns, 3), ("bare", [ids[0], *bad], 1)):
+        found = explain_dataset(tiny(), words, rows, tmp_path / name)
+        assert {*found.errors} == {*range(good, len(rows))}, name
+        for index in (good, good + 1):
+            assert "expected a list of integers from 0 on" in found.errors[index]
+    masked = [{"input_ids": [0, 3, 4], "attention_mask": [False, True, True]}]
+    found = explain_dataset(tiny(), words, masked, tmp_path / "masked")
+    assert [token.id for token in found[0].examples[0].tokens[:2]] == [3, 4]
+
+
+def test_pictures_of_other_modes_have_the_colors_that_the_processor_expects(tmp_path):
+    model, processor = examples.load("digits-vim")
+    picture = examples.sample("digits-vim")
+    gray = picture.convert("L")
+    rows = [picture, picture.convert("RGBA"), gray, gray.convert("RGB")]
+    found = explain_dataset(model, processor, rows, tmp_path, target=3)
+    assert found.errors == {}
+    for k in (0, 2):
+        np.testing.assert_allclose(found[k].relevance(), found[k + 1].relevance(), rtol=1e-4)

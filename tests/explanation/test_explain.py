@@ -537,3 +537,22 @@ def test_an_option_that_it_does_not_have_is_answered_with_the_closest(model, nam
     with pytest.raises(TypeError, match=f"explain has no option '{name}'") as raised:
         explain(model, None, torch.tensor([3, 4]), **{name: 1})
     assert (f"Did you mean {meant}?" in str(raised.value)) == bool(meant)
+
+
+def test_a_long_text_is_read_in_time_that_grows_with_its_length():
+    from captum_ssm.explanation.make.inputs.reading import _reading
+
+    class Counted(list):
+        copied = 0
+
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            self.copied += len(found) if isinstance(key, slice) else 0
+            return found
+
+    n = 500
+    offsets = Counted((3 * k, 3 * k + 2) for k in range(n))
+    tokenizer = word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
+    found = _reading(tokenizer, "w3 " * n, [3] * n, offsets)
+    assert [found.tokens[k].start for k in (0, 1, n - 1)] == [0, 2, 3 * n - 4]
+    assert offsets.copied <= n

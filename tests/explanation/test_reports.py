@@ -98,6 +98,14 @@ def test_the_page_says_what_it_leaves_out(small, monkeypatch):
     assert "the first 40 of 41 slices" in " ".join(data["notes"])
 
 
+def test_what_all_examples_share_takes_no_room_from_them(small):
+    report = summarize(small)
+    many = {"target": ["is"] * 200_000}
+    told = {row: replace(one, settings=many) for row, one in report.shown.items()}
+    rows = report_data(replace(report, shown=told))["rows"]
+    assert rows == report_data(report)["rows"] == list(report.shown)
+
+
 def test_rare_tokens_do_not_come_first():
     rng = np.random.default_rng(0)
     texts = ["often b c d"] * 40 + ["rare b c d"]

@@ -1,6 +1,7 @@
 """The log of a server as a data set: each answer compared with the run that explains it."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pandas
@@ -10,7 +11,7 @@ import pytest
 from commands import STORIES
 from test_served import TEXT, Served
 
-from captum_ssm import InputError, ServedLog, explain_dataset, replay
+from captum_ssm import ExplainBatches, InputError, ServedLog, explain_dataset, replay
 from captum_ssm.cli import main
 from captum_ssm.explanation import open_dataset
 
@@ -145,3 +146,22 @@ def test_the_command_explains_a_log_with_the_requests_of_its_batch(stories, tmp_
     assert len(open_dataset(output)[0].examples[0].replay.tokens) == len(stories.ids)
     assert main([*command, "--bound", "0.1"]) == 1
     assert "--bound and --temperature are about a log; add --served" in capsys.readouterr().err
+
+
+def test_batches_of_records_are_explained_as_a_log(stories, records, tmp_path):
+    load = lambda: (stories.model, stories.tokenizer)  # noqa: E731
+    found = explain_dataset(*load(), ServedLog(records), tmp_path / "why", **HOW)
+    expected = pyarrow.parquet.read_table(found.folder / "part-00000.parquet")
+    batch = pyarrow.Table.from_pylist(records)
+    table = ExplainBatches(load, log=ServedLog, **HOW)(batch)
+    assert table.column_names == expected.column_names
+    assert len(table) == 5
+    for name in ("text", "difference", "relevance.rollout", "row.custom_id", "row.stars"):
+        assert table[name].to_pylist() == expected[name].to_pylist(), name
+    told = [one and one.partition(":")[0] for one in table["error"].to_pylist()]
+    assert told == [None, None, *["InputError"] * 3]
+    anything = ExplainBatches(load, log=partial(ServedLog, bound=None), **HOW)(batch)
+    assert anything["error"][2].as_py() is None
+    assert max(map(abs, anything["difference"][2].as_py()[-4:])) > 1
+    with pytest.raises(TypeError, match="target is given, and the record tells it"):
+        ExplainBatches(load, log=ServedLog, target="red", **HOW)(batch)

@@ -14,7 +14,7 @@ from captum_ssm.explanation.page.data import page_data
 from captum_ssm.explanation.parts import ExplanationData
 
 FORMAT = "captum_ssm.report/1"
-MOST_TEXTS = 900_000  # characters of the examples that are shown as texts
+MOST_TEXTS = 800_000  # characters of the examples that are shown as texts
 MOST_LISTED = 4000  # examples; of more, evenly spaced ones
 MOST_SLICES = 40
 MOST_KEYS = {True: 30, False: 12}  # of all examples, and of a slice
@@ -93,7 +93,8 @@ def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], 
     size = 0
     for row, one in report.shown.items():
         both = [one, *([report.shown_other[row]] if row in report.shown_other else [])]
-        size += sum(len(json.dumps(page_data(_light(each)))) for each in both)
+        # What all examples share, such as settings with the targets of all, is there once.
+        size += sum(len(json.dumps(page_data(_light(each))["examples"])) for each in both)
         if rows and size > MOST_TEXTS:
             break
         rows.append(row)

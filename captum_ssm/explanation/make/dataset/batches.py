@@ -8,9 +8,12 @@ from typing import Any
 
 from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.corpus.shards import schema_of, table_of
-from captum_ssm.explanation.make.dataset.rows import Columns
+from captum_ssm.explanation.make.dataset.own import column_types
+from captum_ssm.explanation.make.dataset.rows import Columns, RowReader
+from captum_ssm.explanation.make.dataset.served import ServedLog
 from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import scalars
+from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.many import Explainer
 
 
@@ -26,6 +29,10 @@ class ExplainBatches:
         columns (dict, optional): as for :func:`captum_ssm.explain_dataset`. Default: None
         target, against (Any, optional): for all rows that have none of their own. Default: None
         seed (int, optional): random numbers of each batch begin there. Default: 0
+        log (Callable, optional): where rows are records of a served model, makes the log of a
+            batch's records, such as :class:`captum_ssm.ServedLog`, or a ``partial`` of it with
+            another bound. The table then has a row per answer, and a record's own single values are
+            its columns. None for rows of a data set. Default: None
         **options: of :func:`captum_ssm.explain` that are not about one input.
 
     Examples::
@@ -48,13 +55,16 @@ class ExplainBatches:
         target: Any = None,
         against: Any = None,
         seed: int = 0,
+        log: Callable[[list[Any]], ServedLog] | None = None,
         **options: Any,
     ) -> None:
         model, tokenizer = load()
         self.make = partial(Explainer, model, tokenizer, show_progress=False, **options)
         self.methods = [method.name for method in self.make().explanation(()).methods]
-        self.columns, self.seed = dict(columns or {}), seed
-        self.shared = {"target": target, "against": against}
+        self.seed, self.log = seed, log
+        self.columns, self.shared = dict(columns or {}), {"target": target, "against": against}
+        self.asked = {"columns": columns or None, **self.shared, **options}
+        self.tokenizer = unpacked(model, tokenizer, None, None)[1]
 
     def __call__(self, batch: Any) -> Any:
         """Explain one batch.
@@ -63,15 +73,23 @@ class ExplainBatches:
             batch (dict, pyarrow.Table or pandas.DataFrame): columns of rows.
 
         Returns:
-            pyarrow.Table: one row per row of the batch.
+            pyarrow.Table: one row per row of the batch, or per answer of a log.
         """
-        table = _table(batch)
-        known = Columns.find(table.column_names, self.columns, self.shared)
-        types = {name: kind for name, kind in scalars(table.schema).items() if known.keeps(name)}
-        rows = table.to_pylist()
-        indices = [row.get("index") for row in rows]
+        rows, found, known = self._read(_table(batch))
+        types = {name: kind for name, kind in found.items() if kind and known.keeps(name)}
+        indices = [row.get("index") if isinstance(row, Mapping) else None for row in rows]
         shard = ShardMaker(self.make, known, types, self.seed)(0, indices, rows)
         return table_of(schema_of(self.methods, types), shard)
+
+    def _read(self, table: Any) -> tuple[list[Any], Mapping[str, str | None], RowReader]:
+        # The rows, the types of their columns, and what makes inputs of them.
+        rows = table.to_pylist()
+        if self.log is None:
+            known = Columns.find(table.column_names, self.columns, self.shared)
+            return rows, {**scalars(table.schema)}, known
+        log = self.log(rows)
+        rows = list(log.source().everything())
+        return rows, column_types(rows, False), log.reader(self.tokenizer, self.asked)
 
 
 def _table(batch: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from captum_ssm.explanation.make.inputs.pictures import is_array
+
 
 def hash_of_model(model: nn.Module) -> str:
     """A hash of all parameters and buffers of a model, and of its configuration."""
@@ -93,7 +95,7 @@ def _feed(found: Any, value: Any) -> None:
         found.update(f"list {len(value)} ".encode())
         for item in value:
             _feed(found, item)
-    elif hasattr(value, "__array__"):
+    elif is_array(value):
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
         held = array.tolist() if array.dtype == object else np.ascontiguousarray(array).tobytes()
         _feed(found, [str(array.dtype), list(array.shape), held])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.dataset.own import present
+from captum_ssm.explanation.make.inputs.pictures import is_array
 from captum_ssm.explanation.make.many import InputRow
+from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.suggestions import did_you_mean
 
 # The columns in which inputs are looked for, first ones first, by what they hold.
@@ -152,12 +154,11 @@ def _row_of(given: Any, asked: dict[str, Any]) -> InputRow:
     if isinstance(given, tuple) and len(given) == 2 and isinstance(first, str):
         texts = {role: _text(one, role) for role, one in zip(PAIRS[1], given, strict=True)}
         return InputRow(texts, **asked)
-    is_ids = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
-    if is_ids and all(isinstance(one, (int, np.integer)) for one in given):
-        return InputRow(list(given), **asked)
+    if first is not None and all(as_index(one) is not None for one in given):
+        return InputRow(_ids(given, "the row"), **asked)
     if isinstance(given, (list, tuple)):
         return InputRow(_series(given, "the row"), **asked)
-    is_input = hasattr(given, "__array__") or hasattr(given, "__fspath__")
+    is_input = is_array(given) or hasattr(given, "__fspath__")
     if isinstance(given, str) or not is_input:
         return InputRow(_text(given, "the row"), **asked)
     return InputRow(_finite(given, "the row"), **asked)
@@ -179,27 +180,46 @@ def _conversation(value: Any, column: str) -> list[Any]:
 
 
 def _ids(value: Any, column: str) -> list[int]:
+    ids = [as_index(one) for one in _marks(value, column)]
+    known = [one for one in ids if one is not None and 0 <= one < 2**31]
+    if len(known) < len(ids):
+        raise TypeError(f"{column} is {_short(value)}; expected a list of integers from 0 on.")
+    return known
+
+
+def _marks(value: Any, column: str) -> list[Any]:
     found = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(found, (list, tuple)) and len(found) == 1 and isinstance(found[0], (list, tuple)):
+        found = found[0]  # a batch of one
     if not isinstance(found, (list, tuple)) or not found:
         raise TypeError(f"{column} is {_short(value)}; expected a list of integers.")
     return list(found)
 
 
 def _image(value: Any, column: str) -> Any:
-    if isinstance(value, Mapping) and value.get("bytes") is not None:
-        from PIL import Image
-
-        return Image.open(BytesIO(value["bytes"]))
-    is_image = hasattr(value, "__array__") or hasattr(value, "__fspath__")
+    if isinstance(value, Mapping):  # as data sets store a picture: its bytes, or where they are
+        value = next((value[key] for key in ("bytes", "path") if value.get(key)), value)
+    if isinstance(value, bytes):
+        return _decoded(value, column)
+    is_image = is_array(value) or hasattr(value, "__fspath__")
     if isinstance(value, (list, tuple)):
         return _series(value, column)
     if not is_image and not isinstance(value, str):
         raise TypeError(f"{column} is {_short(value)}; expected an image, its path, or an array.")
-    return _finite(value, column) if hasattr(value, "__array__") else value
+    return _finite(value, column) if is_array(value) else value
+
+
+def _decoded(value: bytes, column: str) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(BytesIO(value))
+    except UnidentifiedImageError as error:
+        raise InputError(f"{column} holds bytes that PIL cannot open as an image.") from error
 
 
 def _series(value: Any, column: str) -> Any:
-    if hasattr(value, "__array__"):
+    if is_array(value):
         return _finite(value, column)
     try:
         array = np.array(value, dtype=np.float32)
@@ -221,7 +241,7 @@ def _finite(value: Any, column: str) -> Any:
 _READ: dict[str, Callable[[Any, str], Any]] = {
     "messages": _conversation,
     "input_ids": _ids,
-    "attention_mask": _ids,
+    "attention_mask": _marks,
     "image": _image,
     "series": _series,
 }

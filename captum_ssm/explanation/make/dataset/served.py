@@ -69,19 +69,24 @@ class ServedLog:
         Raises:
             FileNotFoundError: for a file that is not there.
         """
-        reader = Forward(lambda start: islice(self._rows(), start, None))
+        rows = Forward(lambda start: islice(self._rows(), start, None))
         given = [one for one in (self.records, self.requests) if one is not None]
         digest = _digest(given)
         return Source(
             "a served log",
-            reader.read,
+            rows.read,
             digest=digest,
-            position=None if digest else lambda: reader.at,
+            position=None if digest else lambda: rows.at,
             told={"bound": self.bound, "temperature": self.temperature},
-            reader=self._read_by,
+            reader=self.reader,
         )
 
-    def _read_by(self, tokenizer: Any, options: Mapping[str, Any]) -> ServedRows:
+    def reader(self, tokenizer: Any, options: Mapping[str, Any]) -> ServedRows:
+        """What makes inputs of its rows.
+
+        Raises:
+            TypeError: for an option that the records tell themselves.
+        """
         check_told(options)
         return ServedRows(self, Vocabulary(tokenizer), options.get("against"))
 

@@ -28,6 +28,11 @@ def is_picture(inputs: Any) -> bool:
     return inputs.dtype in (np.uint8, torch.uint8) if hasattr(inputs, "dtype") else False
 
 
+def is_array(inputs: Any) -> bool:
+    """Whether numpy has its values: a PIL image tells them by the older of two protocols."""
+    return hasattr(inputs, "__array__") or hasattr(inputs, "__array_interface__")
+
+
 def is_path(inputs: Any) -> bool:
     """Whether a text is the path of an image, by its ending."""
     return isinstance(inputs, PathLike) or (
@@ -57,7 +62,7 @@ def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]
         TypeError: where it returns no pixels.
     """
     is_list = isinstance(inputs, (list, tuple))
-    opened = [_opened(one) for one in (inputs if is_list else [inputs])]
+    opened = [_colored(_opened(one), processor) for one in (inputs if is_list else [inputs])]
     if _is_of_transformers(processor):
         found = _of_images(processor)(opened if is_list else opened[0], return_tensors="pt")
         pixels = found.get("pixel_values", found.get("pixel_values_videos"))
@@ -136,6 +141,13 @@ def _opened(inputs: Any) -> Any:
             return image
     except UnidentifiedImageError as error:
         raise InputError(f"{str(path)!r} is not an image that PIL can open: {error}.") from error
+
+
+def _colored(image: Any, processor: Any) -> Any:
+    # Processors expect as many channels as they have means, and not all convert other pictures.
+    means = getattr(_of_images(processor), "image_mean", None)
+    mode = {1: "L", 3: "RGB"}.get(len(means)) if isinstance(means, (list, tuple)) else None
+    return image.convert(mode) if mode and _is_pil(image) else image
 
 
 def _forms(image: Any) -> list[Any]:

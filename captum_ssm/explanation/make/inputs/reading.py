@@ -248,10 +248,9 @@ def _reading(
     # to the one after it, and what lies after the last token to that.
     ends: list[int] = []
     at = 0
-    for i, (start, end) in enumerate(offsets):
+    for (start, end), (after, until) in zip(offsets, [*offsets[1:], (0, 0)], strict=True):
         if end > start:
-            later = [a for a, b in offsets[i + 1 :][:1] if b > a]
-            at = max(at, min([end, *later]))
+            at = max(at, min(end, after) if until > after else end)
         ends.append(at)
     if at < len(text):
         last = max((i for i, end in enumerate(ends) if end > (ends[i - 1] if i else 0)), default=-1)
