@@ -23,6 +23,7 @@ from playwright.sync_api import sync_playwright
 from captum_ssm import examples, explain
 from captum_ssm.examples.digits import compose, glyphs
 from captum_ssm.examples.stories import COLORS, KINDS, OBJECTS, PRONOUNS, held_out_story
+from captum_ssm.examples.typeseg import TypeSeg
 from captum_ssm.explanation import Explanation, Report, summarize
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ PICTURES = {
     "page_chat": ("chat", "t=0&template=0&own=1", (1240, 900), None),
     "page_circuit": ("circuit", "", (1240, 900), None),
     "page_report": ("corpus", "", (1240, 900), None),
+    "page_report_code": ("code", "", (1240, 1460), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
@@ -158,6 +160,36 @@ def corpus(count: int = 2000) -> Report:
     return summarize(first, by=kinds, against=other, title=f"{count:,} stories")
 
 
+class Characters:
+    """A tokenizer of ASCII texts, of which each character is a token."""
+
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text)}
+
+    def encode(self, text: str, **options: object) -> list[int]:
+        return list(text.encode("ascii"))
+
+    def decode(self, ids: int | list[int], **options: object) -> str:
+        return bytes([ids] if isinstance(ids, int) else ids).decode("ascii")
+
+    def convert_ids_to_tokens(self, ids: int | list[int]) -> str | list[str]:
+        return chr(ids) if isinstance(ids, int) else [chr(one) for one in ids]
+
+
+def code(count: int = 500) -> Report:
+    """Code with lines of another language in it: why has the hundredth character its label?"""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from typeseg_labels import pasted
+
+    rng = random.Random(0)
+    drawn = [pasted(rng) for _ in range(count)]
+    texts = [bytes(ids.tolist()).decode("ascii") for ids, *_ in drawn]
+    model = TypeSeg().eval()
+    options = {"labels": list(model.labels), "position": 100, "alternatives": 0}
+    found = explain(model, Characters(), texts, **options)
+    return summarize(found, by=[host for *_, (host, _) in drawn], title=f"{count} pieces of code")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -185,6 +217,7 @@ def main() -> None:
             digits,
             forecast,
             corpus,
+            code,
         ):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")

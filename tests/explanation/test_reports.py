@@ -205,6 +205,9 @@ def test_a_folder_says_the_same_as_the_explanation_and_knows_its_columns(tmp_pat
     explain_dataset(model, tokenizer, rows, tmp_path / "why", methods=["mamba-lrp"])
     report = summarize(tmp_path / "why", by="kind")
     whole = summarize(explain(model, tokenizer, texts, target=targets, methods=["mamba-lrp"]))
+    assert report.title == whole.title == "What stories-mamba reads"
+    assert report_data(report)["shown"]["title"] == report.title
+    assert summarize(tmp_path / "why", against=tmp_path / "why").change.other == "why"
     assert list(report.errors) == [1]
     assert [one.index for one in report.examples] == [0, 2, 3]
     assert report.right == whole.right == pytest.approx(2 / 3)

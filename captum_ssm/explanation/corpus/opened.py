@@ -91,6 +91,11 @@ class ExplainedDataset:
         return int((len(self._paths) - 1) * self.manifest["rows_per_shard"] + last)
 
     @property
+    def title(self) -> str:
+        """The heading of all explanations together; each has its own."""
+        return self.manifest["asked"].get("title") or f"What {self.manifest['model']} reads"
+
+    @property
     def is_complete(self) -> bool:
         """Whether all rows of the data set are here: explained, or recorded as failed."""
         return len(self) == self.manifest["rows"]

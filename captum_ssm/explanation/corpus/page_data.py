@@ -100,14 +100,16 @@ def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], 
         rows.append(row)
     others = [row for row in rows if row in report.shown_other]
     return (
-        (rows, page_data(_joined([report.shown[row] for row in rows]))),
-        (others, page_data(_joined([report.shown_other[r] for r in others])) if others else None),
+        (rows, _joined(report, [report.shown[row] for row in rows])),
+        (others, _joined(report, [report.shown_other[row] for row in others]) if others else None),
     )
 
 
-def _joined(parts: Sequence[ExplanationData]) -> ExplanationData:
+def _joined(report: ReportData, parts: Sequence[ExplanationData]) -> dict[str, Any]:
+    # Explanations of a data set each have the title of their own answer.
     light = [_light(one) for one in parts]
-    return replace(light[0], examples=tuple(one.examples[0] for one in light))
+    examples = tuple(one.examples[0] for one in light)
+    return page_data(replace(light[0], title=report.title, examples=examples))
 
 
 def _light(explanation: ExplanationData) -> ExplanationData:

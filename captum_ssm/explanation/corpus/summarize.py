@@ -27,6 +27,9 @@ SHOWN = 6  # typical examples of a slice, and as many untypical ones
 class Explanations(Protocol):
     """What is summarized: an explanation, or the explained data set of a folder."""
 
+    @property
+    def title(self) -> str: ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Explanation: ...
@@ -101,7 +104,7 @@ def summarize(
         "pip install scikit-learn",
     )  # fmt: skip
     return Report(
-        run.first.title if title is None else title, run.first.model, run.method.title, units,
+        run.data.title if title is None else title, run.first.model, run.method.title, units,
         examples, {kind: table.shares() for kind, table in tables.items()}, tuple(slices), changed,
         run.errors, dict(run.of(wanted)),
         {} if other is None else dict(other.of([i for i in wanted if i in other.indices])),
@@ -163,7 +166,10 @@ class _Run:
         """What tells this run from another one."""
         if self.first.model != of.first.model:
             return self.first.model
-        return self.method.title if self.method.name != of.method.name else self.first.title
+        if self.method.name != of.method.name:
+            return self.method.title
+        folder = getattr(self.data, "folder", None)
+        return self.data.title if folder is None else str(folder.name)
 
     def of(self, indices: Sequence[int]) -> Iterator[tuple[int, Explanation]]:
         """Some explanations, one after the other."""

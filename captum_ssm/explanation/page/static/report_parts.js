@@ -19,14 +19,14 @@ export function halfOf(entries) {
   return { first: 0, end: 10, share: 1 };
 }
 
-const stretch = ({ first, end }) => (end === 10 && first === 0 ? "all of the text"
-  : end === 10 ? `the last ${10 * (end - first)}% of the text`
-    : first === 0 ? `the first ${10 * end}% of the text` : `what lies between ${10 * first}% and ${10 * end}% of the text`);
+const stretch = ({ first, end }) => (end === 10 && first === 0 ? "in all of the text"
+  : end === 10 ? `in the last ${10 * (end - first)}% of the text`
+    : first === 0 ? `in the first ${10 * end}% of the text` : `between ${10 * first}% and ${10 * end}% of the text`);
 
 export function corpusSentence(shares, units) {
   const part = shares.part?.[0];
   const half = halfOf(shares.tenth);
-  const where = `${percent(half.share)} of the relevance lies in ${stretch(half)}`;
+  const where = `${percent(half.share)} of the relevance lies ${stretch(half)}`;
   if (part) return [`The part `, quoted(String(part[0])), ` carries ${percent(part[2])}, and ${where}.`];
   const top = (shares[units] ?? []).slice(0, 3).map(([key]) => quoted(String(key)));
   const listed = top.length === 3 ? [top[0], ", ", top[1], " and ", top[2]] : top.length === 2 ? [top[0], " and ", top[1]] : top;
