@@ -121,7 +121,9 @@ class SoftmaxOperator(HeadOperator):
             scores = scores + bias.gather(2, at)
         if self.sinks is None:
             # A row whose scores are all masked (padding) has only zeros, and no gradient.
-            masked = scores.isneginf().all(-1, keepdim=True)
+            masked = scores.detach().amax(-1, keepdim=True).isneginf()
+            if not bool(masked.any()):
+                return torch.softmax(scores, -1)
             return torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
         if self.sinks.dim() == 1:
             sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
