@@ -61,9 +61,9 @@ def _members(bits: int) -> Iterator[int]:
     return (i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
-def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
-    """Whether a root depends on a leaf by another way too than through a point between them."""
-    return leaf.edge.node in nodes_before([root.edge.node], {between.edge.node})
+def is_read_past(root: Point, leaf: Point, *between: Point) -> bool:
+    """Whether a root depends on a leaf by another way too than through points between them."""
+    return leaf.edge.node in nodes_before([root.edge.node], {one.edge.node for one in between})
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,8 @@ class ActivationStandIns(RelevanceStandIns):
             return None
         if is_norm(call.module):
             given = next(tensors_in((call.args, call.kwargs)))  # in the graph, of its own dtype
-            self.normed += [(len(self.made_of), given)] if given.requires_grad else []
+            if given.requires_grad:
+                self.normed.append((len(self.made_of), given))
         if self.rule == "lrp" or isinstance(call.module, nn.Embedding):
             return super().other(call)
         return None

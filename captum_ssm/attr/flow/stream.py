@@ -12,13 +12,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from captum_ssm.attr.flow.activations import ActivationStandIns, BlockStream
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import meetings, nodes_before
+from captum_ssm.graph.reachability import is_read_past, meetings
 from captum_ssm.mixers import find_mixers
 from captum_ssm.operators.composed import sum_of
 
+KNOWN_STREAM = (
+    "expected blocks in a ModuleList or Sequential, which take and return the tokens, or a norm "
+    "that is given them."
+)
 UNKNOWN_STREAM = (
-    "the residual stream after the last mixer was not found in this model; expected blocks in a "
-    "ModuleList or Sequential, which take and return the tokens, or a norm that is given them."
+    f"the residual stream after the last mixer was not found in this model; {KNOWN_STREAM}"
 )
 
 
@@ -69,25 +72,20 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> list[BlockStream
         stand_ins (ActivationStandIns): of the run.
         score (Tensor): in its graph.
     """
-    starts, blocks = stand_ins.starts(), [s for s in stand_ins.streams if s.mixers]
-    if blocks and _is_passed_by_all(blocks[-1].after, starts, score):
+    blocks = [stream for stream in stand_ins.streams if stream.mixers]
+    root, leaves = Point.of(score, None), [Point.of(x) for x in stand_ins.starts()]
+    after = [Point.of(x) for x in blocks[-1].after if x.requires_grad] if blocks else []
+    if after and not any(is_read_past(root, leaf, *after) for leaf in leaves):
         return stand_ins.streams
-    return _between_norms(stand_ins, starts, score) or stand_ins.streams
-
-
-def _is_passed_by_all(tensors: Sequence[Tensor], starts: Sequence[Tensor], score: Tensor) -> bool:
-    # Whether all ways from the inputs to the score pass some tensors.
-    ends = {get_gradient_edge(x).node for x in tensors if x.requires_grad}
-    before = nodes_before([get_gradient_edge(score).node], ends) - ends
-    return not any(get_gradient_edge(x).node in before for x in starts)
+    return _between_norms(stand_ins, leaves, root) or stand_ins.streams
 
 
 def _between_norms(
-    stand_ins: ActivationStandIns, starts: Sequence[Tensor], score: Tensor
+    stand_ins: ActivationStandIns, leaves: Sequence[Point], root: Point
 ) -> list[BlockStream]:
-    passed = {*meetings([Point.of(score)], [Point.of(x) for x in starts])}
-    if len(starts) == 1:
-        passed.add(get_gradient_edge(starts[0]))
+    passed = {*meetings([root], leaves)}
+    if len(leaves) == 1:
+        passed.add(leaves[0].edge)
     stream = [(k, x) for k, x in stand_ins.normed if get_gradient_edge(x) in passed]
     mixers = len(stand_ins.made_of)
     # By the number of mixers that ran before, the stream that the next one is given; last the one
@@ -95,11 +93,12 @@ def _between_norms(
     before = {k: x for k, x in stream if k < mixers}
     if 0 not in before:
         return []
-    begins, last = [*before, mixers], [x for k, x in stream if k == mixers][-1:]
-    after = [*([x] for x in before.values()), last][1:]
+    last = [x for k, x in stream if k == mixers][-1:]
+    tensors = pairwise([*([x] for x in before.values()), last])
+    numbers = pairwise([*before, mixers])
     return [
-        BlockStream([x], following, range(first, end))
-        for x, following, (first, end) in zip(before.values(), after, pairwise(begins), strict=True)
+        BlockStream(given, left, range(first, end))
+        for (given, left), (first, end) in zip(tensors, numbers, strict=True)
     ]
 
 

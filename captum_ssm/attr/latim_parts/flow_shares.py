@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.edges import RelevanceEdges
+from captum_ssm.attr.flow.stream import KNOWN_STREAM
 from captum_ssm.attr.latim_parts.alti import shares_of
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.operators.composed import sum_of
@@ -33,8 +34,7 @@ def flow_shares(edges: RelevanceEdges, step: int) -> Tensor:
         names = ", ".join(layer.name for layer in layers)
         raise UnsupportedModelError(
             f"the residual stream around {names} was not found, so it is not known what passes "
-            "these mixers by; expected blocks in a ModuleList or Sequential, which take and return "
-            "the tokens, or a norm that is given them. Use aggregation='alti_logit'."
+            f"these mixers by; {KNOWN_STREAM} Use aggregation='alti_logit'."
         )
     own = block.before - sum_of([layer.drawn for layer in layers])
     whole = sum_of([layer.matrix() for layer in layers]) + torch.diag_embed(own)
