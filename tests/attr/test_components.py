@@ -49,6 +49,7 @@ def test_all_parts_add_up_to_the_score_minus_biases_after_the_stream(family, sid
         torch.testing.assert_close(layer.out.sum(1), found.values[:, at], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("family", [f for f in NO_SUM if f in FAMILIES])
 def test_streams_that_blocks_do_not_add_to_are_refused(family):
     with pytest.raises(UnsupportedModelError, match="does not reach the output by addition alone"):

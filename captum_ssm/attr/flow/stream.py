@@ -77,7 +77,9 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> list[BlockStream
     after = [Point.of(x) for x in blocks[-1].after if x.requires_grad] if blocks else []
     if after and not any(is_read_past(root, leaf, *after) for leaf in leaves):
         return stand_ins.streams
-    return _between_norms(stand_ins, leaves, root) or stand_ins.streams
+    found = _between_norms(stand_ins, leaves, root)
+    # Where later layers read the outputs of several blocks at once, norms tell fewer places apart.
+    return found if len(found) >= len(blocks) else stand_ins.streams
 
 
 def _between_norms(
