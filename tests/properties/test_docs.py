@@ -216,11 +216,9 @@ def test_a_tutorial_is_committed_with_its_outputs(path, check_outputs):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_tutorial_begins_with_its_installation_and_needs_no_checkout(path, check_outputs):
+def test_a_tutorial_needs_no_checkout(path, check_outputs):
     """A run of the notebooks, in an empty folder, proves that; this says it early."""
-    notebook = check_outputs.read(path)
-    assert "\npip install captum_ssm" in notebook.cells[0].source
-    code = "\n".join(cell.source for cell in check_outputs.code_cells(notebook))
+    code = "\n".join(cell.source for cell in check_outputs.code_cells(check_outputs.read(path)))
     assert not re.search(r"sys\.path|\.\./|benchmarks", code)
 
 
