@@ -17,6 +17,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
 import gallery  # noqa: E402
+import publishing  # noqa: E402
 
 import captum_ssm  # noqa: E402
 
@@ -64,11 +65,21 @@ html_sidebars = {"index": [], "getting_started": []}
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_static_path = ["_static", "_build/gallery/page"]
 html_css_files = ["custom.css"]
+html_favicon = "_build/gallery/sign.png"
 html_show_copyright = False
 html_copy_source = False
 
 # The gallery is made at every build.
 gallery.write(DOCS / "_build" / "gallery")
+
+# Where the pages will be served, if that is known.
+SITE = publishing.address()
+if SITE:
+    pictures = html_favicon, "_build/gallery/blank.png"
+    options = publishing.settings(SITE, publishing.version_of(), *pictures)
+    extensions += options.pop("extensions")
+    globals().update(options)
+    html_theme_options |= publishing.theme_settings(SITE, publishing.version_of())
 
 # The tutorials, and the first figure of each for its card.
 THUMBNAILS = DOCS / "_build" / "thumbnails"
@@ -76,9 +87,10 @@ shutil.rmtree(DOCS / "tutorials", ignore_errors=True)
 (DOCS / "tutorials").mkdir()
 THUMBNAILS.mkdir(exist_ok=True)
 for notebook in sorted((DOCS.parent / "tutorials").glob("*.ipynb")):
-    text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
-    (DOCS / "tutorials" / notebook.name).write_text(text, encoding="utf-8")
-    cells = json.loads(text)["cells"]
+    read = json.loads(notebook.read_text(encoding="utf-8").replace("](../docs/", "](../"))
+    cells = read["cells"]
+    cells[0]["source"] += ["\n\n", publishing.links_of(notebook.stem)]
+    (DOCS / "tutorials" / notebook.name).write_text(json.dumps(read), encoding="utf-8")
     data = [output.get("data", {}) for cell in cells for output in cell.get("outputs", ())]
     figures = [each["image/png"] for each in data if "image/png" in each]
     for figure in figures[:1]:
@@ -94,7 +106,9 @@ def require_alternative_texts(app, doctree, page):
 
 def require_no_network(app, exception):
     """A page that loads something from elsewhere is a warning: the pages are read offline too."""
-    elsewhere = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*')
+    elsewhere = re.compile(
+        r'<(?:script|link(?! rel="canonical")|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*'
+    )
     for page in Path(app.outdir).rglob("*.html"):
         for found in elsewhere.findall(page.read_text(encoding="utf-8")):
             logger.warning("%s loads %s", page.name, found)

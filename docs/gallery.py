@@ -10,6 +10,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import transformers
 from matplotlib.colors import to_hex
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORY = "Anna has a red ball. Tom has a blue kite. The dogs near the tree bark. Anna's ball is"
 FIRST = ("mamba-lrp", "latim")
 LAYER = -1
+SIGN = 8  # tokens of the pages' sign
 
 
 def write(folder: Path) -> None:
@@ -65,6 +67,15 @@ def write(folder: Path) -> None:
     }
     for name, found in maps.items():
         interaction_map(found[0], words).savefig(folder / f"{name}.png", dpi=110)
+    plt.imsave(folder / "sign.png", sign(maps["matrix"][0, -SIGN:, -SIGN:].numpy()))
+    plt.imsave(folder / "blank.png", np.zeros((1, 1, 4)))
+
+
+def sign(found: np.ndarray) -> np.ndarray:
+    """The sign of these pages: a corner of a map, nothing above its diagonal."""
+    colors = relevance_colors()(0.5 + found / color_limit(found) / 2)
+    colors[..., 3] = np.tri(len(found))
+    return colors.repeat(32, 0).repeat(32, 1)
 
 
 def marked(relevance: np.ndarray, words: Sequence[str]) -> str:

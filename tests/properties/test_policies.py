@@ -94,6 +94,8 @@ def test_only_the_job_that_publishes_may_and_it_stores_no_token():
         for name, job in workflow["jobs"].items():
             may = job.get("permissions", {}).get("id-token") == "write"
             assert may == (name == "publish")
+            pushes = job.get("permissions", {}).get("contents") == "write"
+            assert pushes == ((path.name, name) == ("docs.yml", "pages"))
             for step in job["steps"]:
                 assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40))
                 is_checkout = step.get("uses", "").startswith("actions/checkout@")
