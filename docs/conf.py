@@ -65,6 +65,7 @@ html_sidebars = {"index": [], "getting_started": []}
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_static_path = ["_static", "_build/gallery/page"]
 html_css_files = ["custom.css"]
+html_js_files = ["living.js"]
 html_favicon = "_build/gallery/sign.png"
 html_show_copyright = False
 html_copy_source = False
@@ -87,7 +88,9 @@ shutil.rmtree(DOCS / "tutorials", ignore_errors=True)
 (DOCS / "tutorials").mkdir()
 THUMBNAILS.mkdir(exist_ok=True)
 for notebook in sorted((DOCS.parent / "tutorials").glob("*.ipynb")):
-    read = json.loads(notebook.read_text(encoding="utf-8").replace("](../docs/", "](../"))
+    text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
+    # A page in a frame is this site's own, and may be told whether it is light or dark.
+    read = json.loads(text.replace(' sandbox=\\"allow-scripts\\"', ""))
     cells = read["cells"]
     cells[0]["source"] += ["\n\n", publishing.links_of(notebook.stem)]
     (DOCS / "tutorials" / notebook.name).write_text(json.dumps(read), encoding="utf-8")

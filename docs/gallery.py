@@ -14,8 +14,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import transformers
 from matplotlib.colors import to_hex
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from captum_ssm import examples, explain, hidden_attention
+from captum_ssm import Explanation, examples, explain, hidden_attention
 from captum_ssm.attr import methods
 from captum_ssm.examples.digits import held_out_digits
 from captum_ssm.visualization import (
@@ -36,7 +37,8 @@ SIGN = 8  # tokens of the pages' sign
 def write(folder: Path) -> None:
     """For each method `NAME.html`, the text, and `NAME.png`, the image; two maps; the page.
 
-    The page is `page/page.html`: a folder of its own, which the documentation serves as it is.
+    The page is `page/page.html`, and that of the landing page `page/first.html`: a folder of its
+    own, which the documentation serves as it is.
     """
     (folder / "page").mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()
@@ -49,6 +51,7 @@ def write(folder: Path) -> None:
     text, asked = examples.sample("stories-mamba"), {"target": " bark", "against": " sings"}
     page = explain(reader, tokenizer, text, methods=every, maps=True, lens=True, **asked)
     page.to_html(folder / "page" / "page.html")
+    first(reader, tokenizer).to_html(folder / "page" / "first.html")
 
     viewer, _ = examples.load("digits-vim")
     samples = held_out_digits(3)
@@ -69,6 +72,12 @@ def write(folder: Path) -> None:
         interaction_map(found[0], words).savefig(folder / f"{name}.png", dpi=110)
     plt.imsave(folder / "sign.png", sign(maps["matrix"][0, -SIGN:, -SIGN:].numpy()))
     plt.imsave(folder / "blank.png", np.zeros((1, 1, 4)))
+
+
+def first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Explanation:
+    """The page that the landing page shows, and whose code it shows."""
+    text = examples.sample("stories-mamba")
+    return explain(model, tokenizer, text, target=" bark", against=" sings")
 
 
 def sign(found: np.ndarray) -> np.ndarray:

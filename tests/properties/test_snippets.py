@@ -97,7 +97,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, own_registry):
         for folder in ("tutorials", "benchmarks"):
             (tmp_path / folder).symlink_to(ROOT / folder)
     names = run(page)
-    check = CHECKS.get(Path(page).stem)
+    check = CHECKS.get(page, CHECKS.get(Path(page).stem))
     if check is not None:
         check(names, tmp_path)
 
@@ -282,6 +282,16 @@ def demonstrated(names, folder):
     assert words[names["relevance"][0, :-1].argmax()] == "dogs"
 
 
+def landed(names, folder):
+    """The page of the first lines is the one next to them, byte by byte."""
+    sys.path.insert(0, str(DOCS))
+    import gallery
+
+    gallery.first(names["model"], names["tokenizer"]).to_html(folder / "first.html")
+    assert (folder / "why.html").read_bytes() == (folder / "first.html").read_bytes()
+    assert 'src="_static/first.html"' in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
 def without_the_bridge(names, folder):
     model, _ = captum_ssm.examples.load("stories-qwen3next")
     ids, found = names["ids"], names["relevance"]
@@ -300,6 +310,7 @@ CHECKS = {
     "compare_with_captum": compared,
     "generation": generated,
     "hybrids": of_shape,
+    "index.md": landed,
     "images": drawn,
     "interventions": intervened,
     "large_models": of_shape,
