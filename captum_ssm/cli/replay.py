@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="LOG",
         help="What vLLM or a server with OpenAI's API recorded: JSON, or one record per line "
-        "(.jsonl), also an output file of a batch.",
+        "(.jsonl), also an output file of a batch; or a log of Inspect or lm-eval.",
     )
     add_served(parser)
     parser.add_argument(

@@ -17,6 +17,7 @@ class TokenDifference:
         position (int): of the token, in the prompt and its answer.
         text (str): of the token.
         recorded, local (float): log probabilities.
+        count (int, optional): of how many tokens, from this one on, they are the sum. Default: 1
 
     Examples::
 
@@ -29,6 +30,7 @@ class TokenDifference:
     text: str
     recorded: float
     local: float
+    count: int = 1
 
     @property
     def difference(self) -> float:
@@ -43,7 +45,8 @@ class Replay:
     Args:
         format (str): what the record is, such as ``"chat completion"``.
         tokens (tuple of TokenDifference): in their order.
-        bound (float, optional): how much each may differ; None for any amount. Default: None
+        bound (float, optional): how much each may differ, per token; None for any amount. Default:
+            None
         temperature (float, optional): by which the logits were divided. Default: 1.0
         sampling (dict, optional): by which options the tokens were drawn, as far as the record
             says. Default: ``{}``
@@ -76,7 +79,7 @@ class Replay:
     def exceeding(self, bound: float) -> str:
         """What differs by more than a bound, in words; empty if nothing does."""
         worst = sorted(self.tokens, key=lambda token: -abs(token.difference))
-        worst = [token for token in worst if abs(token.difference) > bound]
+        worst = [token for token in worst if abs(token.difference) > bound * token.count]
         if not worst:
             return ""
         named = ", ".join(

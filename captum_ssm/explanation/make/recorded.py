@@ -22,14 +22,15 @@ class Recorded:
 
     Args:
         format (str): what the record is.
-        logprobs (dict): log probabilities by the tokens' places, from 1 on.
-        bound (float, optional): how much each may differ; None for any amount.
+        logprobs (dict): log probabilities by the places, from 1 on, of the tokens that each is of:
+            one, or several that have it together.
+        bound (float, optional): how much each may differ, per token; None for any amount.
         temperature (float): by which the server divided the logits before it recorded.
         sampling (dict, optional): by which options the tokens were drawn. Default: ``{}``
     """
 
     format: str
-    logprobs: Mapping[int, float]
+    logprobs: Mapping[tuple[int, ...], float]
     bound: float | None
     temperature: float
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Recorded:
     @property
     def read_at(self) -> list[int]:
         """The tokens at which the model predicts those that have a log probability."""
-        return [place - 1 for place in self.logprobs]
+        return [place - 1 for places in self.logprobs for place in places]
 
     def compared(self, logits: Tensor, tokens: Sequence[Token]) -> Replay:
         """The comparison.
@@ -50,12 +51,20 @@ class Recorded:
             InputError: where one differs by more than the bound.
         """
         scores = (logits.float() / self.temperature).log_softmax(-1)
-        pairs = zip(self.logprobs.items(), scores, strict=True)
+        local = {
+            k: float(row[tokens[k + 1].id]) for k, row in zip(self.read_at, scores, strict=True)
+        }
         found = Replay(
             self.format,
             tuple(
-                TokenDifference(k, tokens[k].text, given, float(row[tokens[k].id]))
-                for (k, given), row in pairs
+                TokenDifference(
+                    places[0],
+                    "".join(tokens[k].text for k in places),
+                    given,
+                    sum(local[k - 1] for k in places),
+                    len(places),
+                )
+                for places, given in self.logprobs.items()
             ),
             self.bound,
             self.temperature,

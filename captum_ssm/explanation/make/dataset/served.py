@@ -32,8 +32,9 @@ class ServedLog:
     values that came with an answer, such as ``custom_id`` and ``finish_reason``, are columns.
 
     Args:
-        records (path, Dataset or iterable): a ``.json`` file, one with a record per line, or
-            whatever else :func:`captum_ssm.explain_dataset` takes, with a record per row.
+        records (path, Dataset or iterable): a ``.json`` file, one with a record per line, a log of
+            Inspect (``.eval``, ``.json``) or of lm-eval (``samples_*.jsonl``), or whatever else
+            :func:`captum_ssm.explain_dataset` takes, with a record per row.
         requests (path or iterable, optional): the input of a batch, whose requests are found by
             their ``custom_id``. Default: None
         bound (float, optional): how much the log probability of any token may differ, in nats; None

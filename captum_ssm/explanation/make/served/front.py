@@ -34,12 +34,14 @@ def replay(
     they agree. Records are those of vLLM (``RequestOutput``, and its server with
     ``return_token_ids``), and of completions and chat completions of the OpenAI API with
     ``logprobs``; the request has to be beside a response that does not hold the prompt:
-    ``{"request": {"messages": [...]}, "response": {...}}``.
+    ``{"request": {"messages": [...]}, "response": {...}}``. Logs of evaluations are read as well:
+    those of Inspect, and the samples of lm-eval.
 
     Args:
         model (nn.Module, nnsight model or Pipeline): the checkpoint that was served.
         tokenizer (TokenizerLike, optional): its tokenizer; records of ids need none. Default: None
-        record (dict, object or list): a record, several of them, or the chunks of a stream.
+        record (dict, object or list): a record, several of them, the chunks of a stream, or a log
+            of an evaluation.
         bound (float, optional): how much the log probability of any token may differ, in nats.
             None explains a record that differs as well, with a warning. Default: 0.5
         temperature (float, optional): by which the server divided its logits before it recorded

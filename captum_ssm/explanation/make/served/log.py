@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from captum_ssm.errors import InputError
 
 STREAM, DONE = "data:", "[DONE]"
+INSPECT = {"eval", "plan"}  # what a log of Inspect has
 
 
 def log_entries(path: Path) -> Iterator[Any]:
     """The records of a ``.json`` file, or of one with a record per line, also as streams are sent.
 
-    A line that is not JSON is its error, with the line's number.
+    A line that is not JSON is its error, with the line's number. Logs of Inspect (``.eval``, and
+    ``.json`` of its format) are read by the package ``inspect_ai``.
+
+    Raises:
+        ImportError: for a log of Inspect, without the package.
     """
-    if path.suffix == ".json":
-        try:
-            yield from _listed(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        return
+    return READERS.get(path.suffix, _lines)(path)
+
+
+def _lines(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -31,6 +34,30 @@ def log_entries(path: Path) -> Iterator[Any]:
             except ValueError as error:
                 found = [ValueError(f"{path}, line {number} is not JSON: {error}")]
             yield from found
+
+
+def _json(path: Path) -> Iterator[Any]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if isinstance(held, Mapping) and held.keys() >= INSPECT:
+        yield from _samples(path)
+    else:
+        yield from _listed(held)
+
+
+def _samples(path: Path) -> Iterator[Any]:
+    try:
+        from inspect_ai.log import read_eval_log_samples
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a log of Inspect; expected pip install inspect_ai."
+        ) from error
+    yield from read_eval_log_samples(path, all_samples_required=False, resolve_attachments=True)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {".json": _json, ".eval": _samples}
 
 
 def with_requests(records: Iterable[Any], requests: Iterable[Any]) -> Iterator[Any]:

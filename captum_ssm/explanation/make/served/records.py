@@ -11,6 +11,8 @@ chat completions          ``choices[].message.content`` and ``.logprobs.content[
 with ``return_token_ids`` also ``prompt_token_ids`` and ``choices[].token_ids``, of vLLM's server
 ========================= =========================================================================
 
+Logs of evaluations are taken apart into such records (:mod:`.evaluations`).
+
 A response does not say what was asked: the request is beside it, as ``{"request": ..., "response":
 ...}``, as the ``body`` of a line of a batch file, or as ``messages`` or ``prompt`` in the record.
 """
@@ -20,10 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.served.chunks import Data, grouped, is_chunk, joined, whole
+from captum_ssm.explanation.make.served.evaluations import EVALUATIONS, each_record
 
 UNKNOWN = -9999.0  # what servers write for a log probability that they do not have
 ID = "token_id:"  # how vLLM writes ids in the place of texts
@@ -59,6 +63,8 @@ class ServedRecord:
         format (str): what the record is.
         answer (tuple of ServedToken): its tokens; empty where only its text was recorded.
         text (str, optional): of the answer. Default: None
+        total (float, optional): the log probability of the whole answer, where none of its tokens
+            has one. Default: None
         prompt (str, optional): as text. Default: None
         prompt_ids (tuple of int, optional): as ids. Default: None
         prompt_logprobs (tuple, optional): of the prompt's tokens, None where there is none.
@@ -73,6 +79,7 @@ class ServedRecord:
     format: str
     answer: tuple[ServedToken, ...]
     text: str | None = None
+    total: float | None = None
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[float | None, ...] = ()
@@ -91,14 +98,15 @@ def read_records(given: Any) -> list[ServedRecord]:
     """Every answer in a record or a list of records, in their order.
 
     Args:
-        given (Any): a record, as a dict or as the object of vLLM or of the OpenAI client, or a
-            list of these, or of the chunks of a stream.
+        given (Any): a record, as a dict or as the object of vLLM or of the OpenAI client, the log
+            of an evaluation, or a list of these, or of the chunks of a stream.
 
     Raises:
         InputError: for what is none of the known formats, and for a record that is cut off.
     """
     entry = as_data(given)
-    groups = list(grouped(entry if isinstance(entry, list) else [entry]))
+    entries = entry if isinstance(entry, list) else [entry]
+    groups = list(grouped(chain.from_iterable(map(each_record, entries))))
     if not groups:
         raise InputError("the list of records is empty; expected at least one.")
     found = []
@@ -118,7 +126,7 @@ def each_answer(entries: Iterable[Any]) -> Iterator[ServedRecord | Exception]:
     Args:
         entries (iterable): records, chunks of streams, and errors of what could not be read.
     """
-    for group in grouped(map(as_data, entries)):
+    for group in grouped(chain.from_iterable(map(each_record, map(as_data, entries)))):
         try:
             yield from _answers(whole(group))
         except Exception as error:  # whatever a record that is damaged may raise
@@ -147,10 +155,9 @@ def _answers(entry: Any) -> list[ServedRecord]:
             "vLLM's server) or 'outputs' (vLLM), and the request beside it."
         )
     response, request = _response(entry), _request(entry)
-    own = {**_single(response), **_single(entry)}
     if "outputs" in response:
         outputs = response["outputs"] or ()
-        return [_with_columns(_offline(response, one, request), own, one) for one in outputs]
+        return [_told(_offline(response, one, request), response, entry, one) for one in outputs]
     choices = response.get("choices")
     if not choices:
         failed = response.get("error") or entry.get("error")
@@ -158,7 +165,7 @@ def _answers(entry: Any) -> list[ServedRecord]:
         raise InputError(
             f"the record {why}; expected 'choices' (OpenAI, vLLM's server) or 'outputs' (vLLM)."
         )
-    found = [_with_columns(_choice(response, one, request), own, one) for one in choices]
+    found = [_told(_choice(response, one, request), response, entry, one) for one in choices]
     _require_whole(found, response)
     return found
 
@@ -182,8 +189,17 @@ def _request(entry: Data) -> Data:
     return {k: v for k, v in entry.items() if k in ("messages", "prompt", "echo", *SAMPLING)}
 
 
-def _with_columns(record: ServedRecord, own: Data, answer: Data) -> ServedRecord:
-    return _changed(record, columns={**own, **_single(answer)})
+def _told(record: ServedRecord, response: Data, entry: Data, answer: Data) -> ServedRecord:
+    # What came with the answer, and which log it is of.
+    columns = {**_single(response), **_single(entry), **_single(answer)}
+    name = entry.get("object")
+    return _changed(record, columns=columns, format=name if name in EVALUATIONS else record.format)
+
+
+def _with_total(record: ServedRecord, total: Any) -> ServedRecord:
+    # One number for the whole answer, where its tokens have none.
+    is_told = any(token.logprob is not None for token in record.answer)
+    return record if is_told else _changed(record, total=_number(total))
 
 
 def _single(held: Data) -> Data:
@@ -202,7 +218,8 @@ def _offline(response: Data, output: Data, request: Data) -> ServedRecord:
         ServedToken(one, *_entry(row, one))
         for one, row in zip(ids, rows or [None] * len(ids), strict=True)
     )
-    return _record("vLLM", response, request, tokens, output.get("text"))
+    record = _record("vLLM", response, request, tokens, output.get("text"))
+    return _with_total(record, output.get("cumulative_logprob"))
 
 
 def _entry(row: Any, one: int) -> tuple[str | None, None, float | None]:
@@ -247,7 +264,8 @@ def _token(text: Any, logprob: Any, data: Any = None) -> ServedToken:
     written = str(text)
     if written.startswith(ID):
         return ServedToken(int(written.removeprefix(ID)), logprob=_number(logprob))
-    return ServedToken(None, text, None if data is None else bytes(data), _number(logprob))
+    is_bytes = data is not None and all(0 <= one < 256 for one in data)
+    return ServedToken(None, text, bytes(data) if is_bytes else None, _number(logprob))
 
 
 def _with_ids(record: ServedRecord, ids: Any) -> ServedRecord:
@@ -311,12 +329,12 @@ def _record(
         name,
         tokens,
         text,
-        prompt,
-        tuple(ids) if ids else None,
-        values,
-        usage.get("prompt_tokens"),
-        messages,
-        request,
+        prompt=prompt,
+        prompt_ids=tuple(ids) if ids else None,
+        prompt_logprobs=values,
+        prompt_count=usage.get("prompt_tokens"),
+        messages=messages,
+        request=request,
     )
 
 

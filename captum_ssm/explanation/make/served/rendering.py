@@ -47,11 +47,14 @@ def served_row(
         TypeError: for texts without a tokenizer.
     """
     prompt = read_prompt(record, vocabulary.tokenizer)
-    answer = read_answer(record, vocabulary)
+    answer = read_answer(record, vocabulary, prompt)
     P = len(prompt.tokens)
     before = record.prompt_logprobs if len(record.prompt_logprobs) == P else (None,) * P
     each = enumerate([*before, *(token.logprob for token in record.answer)])
-    known = {place: value for place, value in each if place and value is not None}
+    known: dict[tuple[int, ...], float]
+    known = {(place,): value for place, value in each if place and value is not None}
+    if record.total is not None:
+        known[tuple(range(P, P + len(answer.tokens)))] = record.total
     recorded = Recorded(record.format, known, bound, temperature, record.sampling)
     return InputRow(prompt, answer, recorded=recorded)
 
@@ -83,8 +86,10 @@ def read_prompt(record: ServedRecord, tokenizer: Any) -> TokenizedText:
     return prompt
 
 
-def read_answer(record: ServedRecord, vocabulary: Vocabulary) -> TokenizedText:
-    """The answer, by its recorded tokens, else by its text.
+def read_answer(
+    record: ServedRecord, vocabulary: Vocabulary, prompt: TokenizedText
+) -> TokenizedText:
+    """The answer, by its recorded tokens, else by its text as it continues the prompt's.
 
     Raises:
         InputError: for tokens that the tokenizer does not have, and an empty answer.
@@ -95,6 +100,10 @@ def read_answer(record: ServedRecord, vocabulary: Vocabulary) -> TokenizedText:
         _require_tokenizer(tokenizer, "answer")
     if tokens:
         return read_ids(tokenizer, vocabulary.ids_of(tokens, record.text), "the answer")
+    if record.prompt is not None and record.prompt_ids is None:
+        P, whole = len(prompt.ids), read(tokenizer, f"{record.prompt}{record.text}", "the record")
+        if whole.ids[:P] == prompt.ids and whole.ids[P:]:
+            return read_ids(tokenizer, whole.ids[P:], "the answer")
     return read(tokenizer, record.text or "", "the answer", special=False)
 
 

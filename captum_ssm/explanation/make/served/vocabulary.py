@@ -38,7 +38,8 @@ class Vocabulary:
             text (str, optional): of the whole answer.
 
         Raises:
-            InputError: for a token that the tokenizer does not have, or that may be several.
+            InputError: for a token that the tokenizer does not have, or that may be several, and
+                for tokens that spell another text.
         """
         if all(token.id is not None for token in tokens):
             return [self._checked(token, k) for k, token in enumerate(tokens)]
@@ -56,7 +57,19 @@ class Vocabulary:
                 one = _only(known, own, ends, token, k)
             found.append(one)
             at = ends.get(one) or at
+        self._check_spelled(found, text)
         return found
+
+    def _check_spelled(self, found: Sequence[int], text: str) -> None:
+        # Texts may be cut where they stop. Some logs have the likeliest tokens, and not the drawn.
+        spelled = str(self.tokenizer.decode(found, skip_special_tokens=True)).rstrip(LOST)
+        ours, theirs = ("".join(one.split()) for one in (spelled, text))
+        if not (ours.startswith(theirs) or theirs.startswith(ours)):
+            raise InputError(
+                f"the recorded tokens spell {spelled!r}, and the answer is {text!r}; expected the "
+                "tokens that were drawn. Inspect's hf provider records the likeliest ones, which "
+                "are those with do_sample=False."
+            )
 
     def _candidates(self, token: ServedToken, k: int) -> list[int]:
         text = str(token.text)
