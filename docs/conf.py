@@ -16,6 +16,7 @@ from sphinx.util import logging
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
+import family_pages  # noqa: E402
 import gallery  # noqa: E402
 import publishing  # noqa: E402
 
@@ -70,8 +71,10 @@ html_favicon = "_build/gallery/sign.png"
 html_show_copyright = False
 html_copy_source = False
 
-# The gallery is made at every build.
-gallery.write(DOCS / "_build" / "gallery")
+# The gallery is made at every build, and so are the pages of families in docs/models.
+GALLERY = DOCS / "_build" / "gallery"
+gallery.write(GALLERY)
+family_pages.write(DOCS / "models", GALLERY / "models", GALLERY / "page" / "models")
 
 # Where the pages will be served, if that is known.
 SITE = publishing.address()

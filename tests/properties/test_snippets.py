@@ -19,7 +19,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from folders import ROOT
+from folders import ROOT, pages_of_docs
 
 import captum_ssm
 
@@ -63,9 +63,8 @@ def pieces(text):
 
 def pages():
     """The pieces of each page that has some, by its path below docs/."""
-    paths = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")]
     found = {}
-    for path in sorted(paths):
+    for path in sorted([ROOT / "README.md", *pages_of_docs()]):
         name = path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else path.name
         found[name] = pieces(path.read_text(encoding="utf-8"))
     return {name: each for name, each in found.items() if each and name not in ELSEWHERE}
