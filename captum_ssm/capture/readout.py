@@ -1,4 +1,4 @@
-"""A model that is read inside, at directions of one module's output, in place of at its head."""
+"""A model that is read inside, at directions of a stream or a state, in place of at its head."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import check_model, input_embeddings, is_wrapped
+from captum_ssm.capture.state_module import StateModule
 from captum_ssm.errors import InputError
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.suggestions import did_you_mean
 from captum_ssm.utils.watch_modules import watch_modules
 
-Side = Literal["output", "input"]
+Side = Literal["output", "input", "state"]
 
 
 class _Read(Exception):
@@ -25,7 +26,7 @@ class _Read(Exception):
 
 
 class Readout(nn.Module):
-    r"""A model whose output is features of its residual stream, and which runs no further.
+    r"""A model whose output is features of its residual stream or of a state, and ends there.
 
     A feature is a direction :math:`w_f` of what one module of the model returns at each token: a
     probe, a steering vector, or a latent of a sparse autoencoder (SAE) or of a transcoder. The
@@ -33,6 +34,11 @@ class Readout(nn.Module):
     token and feature. It is a model like any other: every method, ``explain``, ``supported`` and
     the interventions take it in the model's place, and a target is ``(position, feature)``. The
     mixers after the module are not run, and no explanation names them.
+
+    With ``side="state"`` the features are of the recurrent state of a mixer after each token,
+    :math:`\langle W_f, S_t \rangle + b_f`, as :func:`~captum_ssm.interventions.states` returns it.
+    Nothing that the mixer makes of its state has a part in them, and explanations name it
+    ``state``. A feature costs as much as the mixer's recurrence, with one map per channel.
 
     With a ``decoder`` the features also say what of the stream is written by which of them, so that
     relevance can begin at them (:meth:`~captum_ssm.RelevanceFlow.features`), and they can be
@@ -45,15 +51,16 @@ class Readout(nn.Module):
             calls it several times, the first call counts.
         directions (Tensor or Callable): ``(F, E)``, one row per feature, or ``(E,)`` for one
             feature; or a function or module from ``(B, L, E)`` to ``(B, L, F)``, such as the
-            ``encode`` of an SAE.
+            ``encode`` of an SAE. Of a state a matrix alone: ``(F, D, N)`` for a diagonal
+            recurrence, ``(F, H, K, P)`` for linear attention and the delta rule.
         names (sequence of str, optional): of the F features. Default: ``"feature 0"`` and so on for
             a matrix; for a function their numbers
         bias (Tensor, optional): ``(F,)``, added to the products with a matrix. Default: None
         decoder (Tensor, optional): ``(F, E)``: what each feature writes, per unit of its value.
             Default: None
         side (str, optional): ``"output"`` reads what the layer returns; ``"input"`` what it is
-            given, as a transcoder's encoder does, whose decoder writes to what the layer returns.
-            Default: ``"output"``
+            given, as a transcoder's encoder does, whose decoder writes to what the layer returns;
+            ``"state"`` the state of a mixer. Default: ``"output"``
 
     Raises:
         TypeError: for a ``model`` that is not a torch module, or directions of another kind.
@@ -88,10 +95,14 @@ class Readout(nn.Module):
             raise TypeError(
                 "model is an nnsight model, whose runs nnsight starts; expected its torch module."
             )
-        if side not in ("output", "input"):
-            raise ValueError(f"side is {side!r}; expected 'output' or 'input'.")
+        if side not in ("output", "input", "state"):
+            raise ValueError(f"side is {side!r}; expected 'output', 'input' or 'state'.")
         self.model = model
         self.layer, self.side = _path_of(model, layer), side
+        if side == "state":
+            directions = _of_state(directions, decoder).to(_device_of(model))
+            self.state = StateModule(self.layer, self.module, directions)
+            directions = directions.flatten(1)
         self.encoder = _encoder(directions, bias, _device_of(model))
         decoder = None if decoder is None else decoder.detach().to(_device_of(model))
         self.register_buffer("decoder", decoder)
@@ -137,12 +148,14 @@ class Readout(nn.Module):
         """The modules that stand after the layer in the model, and so are not run."""
         modules = list(self.model.modules())
         module = self.module
-        inside = {*module.modules()}
         after = modules[modules.index(module) :]
+        if self.side == "state":  # which another module reads
+            return {*after}
+        inside = {*module.modules()}
         return {one for one in after if one not in inside}
 
     def encode(self, stream: Tensor) -> Tensor:
-        """The features ``(B, L, F)`` of what the layer returns, ``(B, L, E)``.
+        """The features ``(B, L, F)`` of what the layer returns, ``(B, L, E)``, or of flat states.
 
         Raises:
             InputError: for a stream of another width, or features of another shape.
@@ -170,17 +183,23 @@ class Readout(nn.Module):
             InputError: where the run does not reach the layer, or it works on no tokens
                 ``(B, L, E)``.
         """
-        found: list[Tensor] = []
+        found: list[Any] = []
 
-        def read(module: nn.Module, given: Any, named: Any, result: Any) -> None:
-            found.append(stream_of(self.side, given, named, result))
+        def read(module: nn.Module, *call: Any) -> None:
+            found.append(call)
             raise _Read
 
+        when: dict[str, Any] = {"before" if self.side == "state" else "after": read}
         try:
-            with watch_modules([self.module], after=read):
+            with watch_modules([self.module], **when):
                 self.model(*args, **kwargs)
         except _Read:
-            return self.encode(found[0])
+            if self.side == "state":
+                given, named = found[0]
+                features = self.state(*given, **named)
+                bias = getattr(self.encoder, "bias", None)
+                return features if bias is None else features + bias
+            return self.encode(stream_of(self.side, *found[0]))
         raise InputError(
             f"the model did not run {self.layer}, or runs compiled; expected a layer that every "
             "run goes through, of an uncompiled model."
@@ -227,6 +246,16 @@ def _path_of(model: nn.Module, layer: Any) -> str:
             f"such as {next(iter(paths), None)!r}.{did_you_mean(str(layer), paths)}"
         )
     return str(layer)
+
+
+def _of_state(directions: Any, decoder: Tensor | None) -> Tensor:
+    if not torch.is_tensor(directions) or decoder is not None:
+        raise TypeError(
+            f"side is 'state', and directions is a {type(directions).__name__}"
+            f"{'' if decoder is None else ', with a decoder'}; expected a tensor (F, D, N) or "
+            "(F, H, K, P) alone, as the state is read linearly and nothing is written into it."
+        )
+    return directions.detach()
 
 
 def _encoder(directions: Any, bias: Tensor | None, device: torch.device) -> nn.Module:

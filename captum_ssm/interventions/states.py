@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +14,8 @@ from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.memory import StateOperator, memory_of
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
-
-StateOperator: TypeAlias = DiagonalOperator | LinearAttentionOperator
 
 
 @dataclass(frozen=True)
@@ -173,22 +172,6 @@ def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
 def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
     """Each of the N states after every token, ``(B, L, D)``."""
     return (read.matvec(mixer.values) for read in reads(memory_of(mixer)))
-
-
-def memory_of(mixer: FrozenMixer) -> StateOperator:
-    """The recurrence whose state a mixer keeps.
-
-    Raises:
-        UnsupportedModelError: the mixer keeps no state, or several.
-    """
-    operator = mixer.recurrence if mixer.memory is None else mixer.memory()
-    if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
-        return operator
-    raise UnsupportedModelError(
-        f"this mixer is a {type(operator).__name__}, which keeps no state of one scan; expected a "
-        "recurrent layer that reads its tokens in their order. Softmax attention keeps all keys "
-        "and values, and a mixer of several directions a state for each: name other layers."
-    )
 
 
 def state_operator(mixer: FrozenMixer) -> StateOperator:

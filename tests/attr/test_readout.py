@@ -206,7 +206,7 @@ def test_the_model_is_left_as_it_was():
         (dict(layer=nn.Linear(1, 1)), ValueError, "not a part of the model"),
         (dict(names=["a"]), ValueError, "5 and 1 features"),
         (dict(decoder=torch.ones(3, 16)), ValueError, "5 and 3 features"),
-        (dict(side="middle"), ValueError, "expected 'output' or 'input'"),
+        (dict(side="middle"), ValueError, "expected 'output', 'input' or 'state'"),
         (dict(directions=3), TypeError, "expected a matrix"),
         (dict(bias=torch.ones(2)), ValueError, r"\(F, E\) and \(F,\)"),
         (dict(model=SimpleNamespace()), TypeError, "expected a torch.nn.Module"),

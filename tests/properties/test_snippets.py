@@ -301,12 +301,21 @@ def without_the_bridge(names, folder):
         torch.testing.assert_close(found, truth, atol=1e-6, rtol=1e-4)
 
 
+def of_the_probe(names, folder):
+    assert int(names["relevance"].abs().argmax()) == 3  # "red", after both facts
+    assert names["relevance"][0, 3] > 2 * names["relevance"][0].abs().sort().values[-2]
+    assert list(names["written"]) == ["state"]
+    hits = (names["centered"] @ names["directions"].T).argmax(1)
+    assert (hits == torch.tensor(names["first"])).float().mean() > 0.99
+
+
 CHECKS = {
     "README": demonstrated,
     "getting_started": started,
     "any_input": of_inputs,
     "chat": chatted,
     "compare_with_captum": compared,
+    "features": of_the_probe,
     "generation": generated,
     "hybrids": of_shape,
     "index.md": landed,
