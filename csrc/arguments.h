@@ -9,6 +9,17 @@
 #include <optional>
 #include <vector>
 
+// The library of operations. Where Hugging Face's kernel-builder builds these sources, each build has
+// a name of its own, and a module of its own (recipe/hub).
+#if defined(CPU_KERNEL) || defined(CUDA_KERNEL)
+#define CAPTUM_SSM_HUB
+#define CAPTUM_SSM_OPS TORCH_EXTENSION_NAME
+#else
+#define CAPTUM_SSM_OPS captum_ssm
+#endif
+#define CAPTUM_SSM_IMPL_OF(ops, device, m) STABLE_TORCH_LIBRARY_IMPL(ops, device, m)
+#define CAPTUM_SSM_IMPL(device, m) CAPTUM_SSM_IMPL_OF(CAPTUM_SSM_OPS, device, m)
+
 namespace captum_ssm {
 
 using torch::headeronly::ScalarType;

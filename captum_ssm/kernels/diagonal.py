@@ -34,7 +34,7 @@ from captum_ssm.kernels.convolution import (
     causal_conv_transpose,
 )
 from captum_ssm.kernels.diagonal_states import HUGE, outputs, reversed_outputs, scaled
-from captum_ssm.kernels.extension import warn_if_missing
+from captum_ssm.kernels.extension import OPS, warn_if_missing
 from captum_ssm.kernels.registration import operation
 
 
@@ -157,7 +157,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
         raise shape_error("v", v, f"that of dt, {tuple(coefficients.dt.shape)}")
     warn_if_missing()
     v = causal_conv(scaled(v, columns), conv)
-    return torch.ops.captum_ssm.diagonal_scan(v, *recurrence)
+    return OPS.diagonal_scan(v, *recurrence)
 
 
 @operation(
@@ -177,9 +177,7 @@ def _scan_backward(
     """The gradients of v and of the coefficients except conv; those not wanted are empty."""
     if not any(wanted[1:]):
         return diagonal_rmatvec(grad, replace(c, conv=None)), *[None] * 6
-    return torch.ops.captum_ssm.diagonal_scan_backward(
-        grad, v, c.dt, c.right, c.A, c.B, c.C, c.left, wanted
-    )
+    return OPS.diagonal_scan_backward(grad, v, c.dt, c.right, c.A, c.B, c.C, c.left, wanted)
 
 
 def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool = False) -> Tensor:
@@ -210,8 +208,8 @@ def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool =
         raise shape_error("w", w, f"{shape} or {shape[:2]}")
     warn_if_missing()
     if columns is None:
-        return torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, bool(mean))
-    u = torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, False) * columns
+        return OPS.diagonal_rmatvec(w, *tensors, bool(mean))
+    u = OPS.diagonal_rmatvec(w, *tensors, False) * columns
     return u.mean(-1) if mean else u
 
 
@@ -279,7 +277,7 @@ def diagonal_mean(
     tensors = _checked(coefficients)
     rows = row_range(start, stop, coefficients.dt)
     warn_if_missing()
-    return torch.ops.captum_ssm.diagonal_mean(*tensors, *rows)
+    return OPS.diagonal_mean(*tensors, *rows)
 
 
 def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
@@ -309,7 +307,7 @@ def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     *tensors, columns = _checked(coefficients)
     index = row_index(index, coefficients.dt)
     warn_if_missing()
-    rows = torch.ops.captum_ssm.diagonal_rows(index, *tensors)
+    rows = OPS.diagonal_rows(index, *tensors)
     return rows if columns is None else rows * columns.mT[:, :, None]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.kernels.arguments import check_dims, shape_error
-from captum_ssm.kernels.extension import warn_if_missing
+from captum_ssm.kernels.extension import NAMESPACE, OPS, warn_if_missing
 
 # Numbers of vectors that the PyTorch form makes at a time.
 _BLOCK = 1 << 18
@@ -46,7 +46,7 @@ def map_distances(maps: Tensor, values: Tensor, outputs: Tensor) -> Tensor:
     if outputs.shape != (B, R, E):
         raise shape_error("outputs", outputs, f"(B, R, E) = {(B, R, E)}")
     warn_if_missing()
-    return torch.ops.captum_ssm.map_distances(maps, values, outputs)
+    return OPS.map_distances(maps, values, outputs)
 
 
 def map_distances_torch(maps: Tensor, values: Tensor, outputs: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ def map_distances_torch(maps: Tensor, values: Tensor, outputs: Tensor) -> Tensor
 
 
 torch.library.define(
-    "captum_ssm::map_distances", "(Tensor maps, Tensor values, Tensor outputs) -> Tensor"
+    f"{NAMESPACE}::map_distances", "(Tensor maps, Tensor values, Tensor outputs) -> Tensor"
 )
-torch.library.impl("captum_ssm::map_distances", "CompositeExplicitAutograd")(map_distances_torch)
-torch.library.register_fake("captum_ssm::map_distances")(
+torch.library.impl(f"{NAMESPACE}::map_distances", "CompositeExplicitAutograd")(map_distances_torch)
+torch.library.register_fake(f"{NAMESPACE}::map_distances")(
     lambda maps, values, outputs: maps.new_empty(maps.shape[0], maps.shape[3], maps.shape[1])
 )

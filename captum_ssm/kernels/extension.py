@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 
+# Where the operations are. The copy of these files on the kernels hub has a name of its own, as
+# several versions of it may be loaded at once (recipe/hub).
+NAMESPACE = "captum_ssm"
+OPS = getattr(torch.ops, NAMESPACE)
 OWN_FOLDER = Path(__file__).resolve().parents[1]
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from captum_ssm.kernels.arguments import row_index, row_range, shape_error
-from captum_ssm.kernels.extension import warn_if_missing
+from captum_ssm.kernels.extension import OPS, warn_if_missing
 from captum_ssm.kernels.linear_attention_chunks import chunk_of, chunks, part_of, states
 from captum_ssm.kernels.linear_attention_coefficients import (
     TENSORS,
@@ -64,7 +64,7 @@ def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) 
     if v.dim() != 4 or v.shape[:3] != shape:
         raise shape_error("v", v, f"(B, L, H, P) with (B, L, H) = {shape}")
     warn_if_missing()
-    return torch.ops.captum_ssm.linear_attention_scan(*tensors)
+    return OPS.linear_attention_scan(*tensors)
 
 
 @operation(
@@ -89,9 +89,7 @@ def _scan_backward(
     """The gradients of v and of the coefficients; those not wanted are empty."""
     if not any(wanted[1:]):
         return linear_attention_rmatvec(grad, c), *[None] * 6
-    return torch.ops.captum_ssm.linear_attention_scan_backward(
-        grad, v, *tensors_of(c).values(), wanted
-    )
+    return OPS.linear_attention_scan_backward(grad, v, *tensors_of(c).values(), wanted)
 
 
 def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
@@ -120,7 +118,7 @@ def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficient
     if w.dim() != 4 or w.shape[:3] not in ((B, L, H), (B, L, 1)):
         raise shape_error("w", w, f"(B, L, H or 1, P) with (B, L, H) = {(B, L, H)}")
     warn_if_missing()
-    return torch.ops.captum_ssm.linear_attention_rmatvec(*tensors)
+    return OPS.linear_attention_rmatvec(*tensors)
 
 
 def _rmatvec_backward(
@@ -176,7 +174,7 @@ def linear_attention_mean(
     tensors = checked(coefficients)
     rows = row_range(start, stop, coefficients.query)
     warn_if_missing()
-    return torch.ops.captum_ssm.linear_attention_mean(*tensors, *rows)
+    return OPS.linear_attention_mean(*tensors, *rows)
 
 
 @operation(
@@ -216,7 +214,7 @@ def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficien
     tensors = checked(coefficients)
     index = row_index(index, coefficients.query)
     warn_if_missing()
-    return torch.ops.captum_ssm.linear_attention_rows(index, *tensors)
+    return OPS.linear_attention_rows(index, *tensors)
 
 
 @operation(

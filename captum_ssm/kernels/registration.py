@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from captum_ssm.kernels.extension import NAMESPACE
+
 Form = TypeVar("Form", bound=Callable[..., Any])
 Gradients = Sequence[Tensor | None]
 
@@ -36,7 +38,7 @@ def operation(
             others may be None. None computes them with the PyTorch form, run again in the backward
             pass. Either way the gradients are differentiable. Default: None
     """
-    name = f"captum_ssm::{schema[: schema.index('(')]}"
+    name = f"{NAMESPACE}::{schema[: schema.index('(')]}"
     torch.library.define(name, schema[schema.index("(") :])
     arguments = re.findall(r"(\w+)[,)]", schema[: schema.index("->")])
     of_container = {field.name for field in fields(container)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.kernels.arguments import check_dims, shape_error
-from captum_ssm.kernels.extension import warn_if_missing
+from captum_ssm.kernels.extension import NAMESPACE, OPS, warn_if_missing
 
 
 def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
@@ -48,7 +48,7 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
     if left is not None and left.shape != (B, D, R):
         raise shape_error("left", left, f"{(B, D, R)}, or None")
     warn_if_missing()
-    torch.ops.captum_ssm.tap_rows(rows, values, left, out)
+    OPS.tap_rows(rows, values, left, out)
 
 
 def tap_rows_torch(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
@@ -66,7 +66,7 @@ def tap_rows_torch(rows: Tensor, values: Tensor, left: Tensor | None, out: Tenso
 
 
 torch.library.define(
-    "captum_ssm::tap_rows", "(Tensor rows, Tensor values, Tensor? left, Tensor(a!) out) -> ()"
+    f"{NAMESPACE}::tap_rows", "(Tensor rows, Tensor values, Tensor? left, Tensor(a!) out) -> ()"
 )
-torch.library.impl("captum_ssm::tap_rows", "CompositeExplicitAutograd")(tap_rows_torch)
-torch.library.register_fake("captum_ssm::tap_rows")(lambda rows, values, left, out: None)
+torch.library.impl(f"{NAMESPACE}::tap_rows", "CompositeExplicitAutograd")(tap_rows_torch)
+torch.library.register_fake(f"{NAMESPACE}::tap_rows")(lambda rows, values, left, out: None)

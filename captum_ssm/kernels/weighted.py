@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.kernels.arguments import check_dims, shape_error
-from captum_ssm.kernels.extension import warn_if_missing
+from captum_ssm.kernels.extension import NAMESPACE, OPS, warn_if_missing
 
 
 def weighted_rows(rows: Tensor, left: Tensor, sources: Tensor, last: int | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def weighted_rows(rows: Tensor, left: Tensor, sources: Tensor, last: int | None 
         raise shape_error("sources", sources, f"(K, B, D, L) with (B, D, L) = {(B, D, L)}")
     warn_if_missing()
     last = L if last is None else max(0, last)
-    return torch.ops.captum_ssm.weighted_rows(rows, left, sources, last)
+    return OPS.weighted_rows(rows, left, sources, last)
 
 
 def weighted_rows_torch(rows: Tensor, left: Tensor, sources: Tensor, last: int = 0) -> Tensor:
@@ -63,9 +63,9 @@ def weighted_rows_torch(rows: Tensor, left: Tensor, sources: Tensor, last: int =
 
 
 torch.library.define(
-    "captum_ssm::weighted_rows", "(Tensor rows, Tensor left, Tensor sources, int last) -> Tensor"
+    f"{NAMESPACE}::weighted_rows", "(Tensor rows, Tensor left, Tensor sources, int last) -> Tensor"
 )
-torch.library.impl("captum_ssm::weighted_rows", "CompositeExplicitAutograd")(weighted_rows_torch)
-torch.library.register_fake("captum_ssm::weighted_rows")(
+torch.library.impl(f"{NAMESPACE}::weighted_rows", "CompositeExplicitAutograd")(weighted_rows_torch)
+torch.library.register_fake(f"{NAMESPACE}::weighted_rows")(
     lambda rows, left, sources, last: rows.new_empty(*rows.shape[:1], *rows.shape[2:])
 )

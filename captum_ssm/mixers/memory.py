@@ -33,7 +33,7 @@ def memory_of(mixer: FrozenMixer) -> StateOperator:
 
 
 def state_shape(operator: StateOperator) -> tuple[int, ...]:
-    """Of the state at a token: ``(D, N)``, or per head a matrix of keys by values ``(H, K, P)``."""
+    """The state at a token: ``(D, N)``, or per head a matrix of keys by values ``(H, K, P)``."""
     if isinstance(operator, DiagonalOperator):
         return (operator.channels, operator.A.shape[-1])
     return (*operator.query.shape[2:], operator.width)

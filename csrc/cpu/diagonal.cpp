@@ -392,7 +392,7 @@ Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right,
 }  // namespace
 }  // namespace captum_ssm
 
-STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+CAPTUM_SSM_IMPL(CPU, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
   m.impl("diagonal_scan_backward", TORCH_BOX(&captum_ssm::diagonal_scan_backward));
   m.impl("diagonal_rmatvec", TORCH_BOX(&captum_ssm::diagonal_rmatvec));
@@ -400,9 +400,11 @@ STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
   m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));
 }
 
+#ifndef CAPTUM_SSM_HUB
 // The module itself is empty: importing it loads the library, which registers the kernels.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1,      nullptr,
                                nullptr,               nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }
+#endif

@@ -40,6 +40,6 @@ Tensor map_distances(const Tensor& maps_, const Tensor& values_, const Tensor& o
 }  // namespace
 }  // namespace captum_ssm
 
-STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+CAPTUM_SSM_IMPL(CPU, m) {
   m.impl("map_distances", TORCH_BOX(&captum_ssm::map_distances));
 }

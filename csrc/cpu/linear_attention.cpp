@@ -297,7 +297,7 @@ Tensor linear_attention_mean(const Tensor& query, const Tensor& key, const Tenso
 }  // namespace
 }  // namespace captum_ssm
 
-STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+CAPTUM_SSM_IMPL(CPU, m) {
   m.impl("linear_attention_scan", TORCH_BOX(&captum_ssm::linear_attention_scan));
   m.impl("linear_attention_scan_backward",
          TORCH_BOX(&captum_ssm::linear_attention_scan_backward));

@@ -36,6 +36,6 @@ void tap_rows(const Tensor& rows, const Tensor& values, const std::optional<Tens
 }  // namespace
 }  // namespace captum_ssm
 
-STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+CAPTUM_SSM_IMPL(CPU, m) {
   m.impl("tap_rows", TORCH_BOX(&captum_ssm::tap_rows));
 }

@@ -52,6 +52,6 @@ Tensor weighted_rows(const Tensor& rows_, const Tensor& left_, const Tensor& sou
 }  // namespace
 }  // namespace captum_ssm
 
-STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+CAPTUM_SSM_IMPL(CPU, m) {
   m.impl("weighted_rows", TORCH_BOX(&captum_ssm::weighted_rows));
 }

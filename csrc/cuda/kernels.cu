@@ -288,7 +288,7 @@ void tap_rows(const Tensor& rows, const Tensor& values, const std::optional<Tens
 }  // namespace
 }  // namespace captum_ssm
 
-STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CUDA, m) {
+CAPTUM_SSM_IMPL(CUDA, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
   m.impl("diagonal_scan_backward", TORCH_BOX(&captum_ssm::diagonal_scan_backward));
   m.impl("diagonal_rmatvec", TORCH_BOX(&captum_ssm::diagonal_rmatvec));
@@ -303,7 +303,9 @@ STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CUDA, m) {
   m.impl("tap_rows", TORCH_BOX(&captum_ssm::tap_rows));
 }
 
+#ifndef CAPTUM_SSM_HUB
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C_cuda(void) {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr};
   return PyModule_Create(&module);
 }
+#endif

@@ -1,0 +1,12 @@
+{
+  description = "Recurrences of state-space models and linear attention, and their maps";
+
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+
+  outputs =
+    { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+    };
+}
