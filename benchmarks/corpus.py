@@ -1,6 +1,6 @@
-"""A data set of prompts: time against one padded batch, memory, processes, and killed runs.
+"""A data set of prompts: time against one batch, memory, processes, and killed runs.
 
-python benchmarks/corpus.py [time | memory | processes | kills] ...
+python benchmarks/corpus.py [time | memory | budget | processes | kills] ...
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from _memory import status_mib
 from _record import RESULTS, save
+from transformers import MambaConfig, MambaForCausalLM
 
 from captum_ssm import MambaLRP, examples, explain_dataset
 from captum_ssm.examples import stories
 
 MODEL = "stories-mamba"
 COUNTS = (200, 2_000, 20_000)
+BUDGETS = (None, 1 << 30, 1 << 28, 1 << 26)  # bytes
+LONG_ROWS, LONGEST = 64, 400  # of a larger model, in tokens
 KILLS, KILLED_ROWS, KILLED_SHARD = 50, 100, 5
 
 
@@ -51,6 +54,25 @@ def explained(folder: Path, count: int, rows_per_shard: int = 1000, process: Any
         process=process,
         alternatives=0,
     )
+
+
+def explained_long(folder: Path, memory: int | None) -> float:
+    """MiB that the process took more at its peak than before, with a model of eight layers."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=256, num_hidden_layers=8, vocab_size=1000)
+    model, draw = MambaForCausalLM(config).eval(), random.Random(0)
+    rows = [
+        {"input_ids": [draw.randrange(1000) for _ in range(draw.randrange(LONGEST // 4, LONGEST))]}
+        for _ in range(LONG_ROWS)
+    ]
+    options: dict[str, Any] = {"alternatives": 0, "batch_memory": memory}
+    explain_dataset(model, None, rows[:1], folder / "first", **options)
+    before = status_mib("VmRSS")
+    begin = time.perf_counter()
+    explain_dataset(model, None, rows, folder / "all", **options)
+    print(time.perf_counter() - begin)
+    return status_mib("VmHWM") - before
 
 
 def seconds(function: Any) -> float:
@@ -92,6 +114,18 @@ def measure_memory(there: Path) -> list[dict[str, Any]]:
         )
         peak = float(told.stdout.split()[-1])
         rows.append({"measured": "memory", "prompts": count, "peak_mib": peak})
+    return rows
+
+
+def measure_budget(there: Path) -> list[dict[str, Any]]:
+    """Peak and time by what a batch may take."""
+    rows = []
+    for memory in BUDGETS:
+        part = str(there / str(memory))
+        command = [sys.executable, __file__, "budget-of", part, str(memory or 0)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        taken = {"seconds": float(told[-2]), "peak_mib": float(told[-1])}
+        rows.append({"measured": "budget", "bytes": memory, **taken})
     return rows
 
 
@@ -143,6 +177,7 @@ def files(folder: Path) -> dict[str, bytes]:
 MEASURED = {
     "time": measure_time,
     "memory": measure_memory,
+    "budget": measure_budget,
     "processes": measure_processes,
     "kills": measure_kills,
 }
@@ -157,6 +192,9 @@ def main() -> None:
         args = parser.parse_args(sys.argv[2:])
         explained(args.folder, args.count, process=args.process)
         print(status_mib("VmHWM"))
+        return
+    if sys.argv[1:2] == ["budget-of"]:
+        print(explained_long(Path(sys.argv[2]), int(sys.argv[3]) or None))
         return
     torch.set_num_threads(1)
     rows = []

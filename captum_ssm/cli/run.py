@@ -82,6 +82,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="How many rows are kept in memory and written at once. Default: 1000",
     )
     parser.add_argument(
+        "--batch-memory",
+        type=int,
+        metavar="BYTES",
+        help="What rows that are explained together may take, in addition to the model. Default: a "
+        "quarter of the memory of the device",
+    )
+    parser.add_argument(
         "--on-error",
         choices=("record", "raise"),
         default="record",
@@ -121,6 +128,7 @@ def run(args: argparse.Namespace) -> None:
             args.output,
             columns=columns,
             rows_per_shard=args.rows_per_shard,
+            batch_memory=args.batch_memory,
             on_error=args.on_error,
             methods=ALL if ALL in chosen else options,
             alternatives=args.alternatives,

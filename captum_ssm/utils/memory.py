@@ -110,6 +110,14 @@ def require(needed: int, what: str, would_fit: Sequence[tuple[str, int]] = ()) -
     )
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether less at a time may do: there was no memory, or ``memory_limit`` did not allow it."""
+    if isinstance(error, (MemoryError, MemoryLimitError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch's allocator of a CPU has no error of its own.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def readable_bytes(count: float) -> str:
     """``1536`` as ``"1.5 KiB"``."""
     if count < 1024:

@@ -193,6 +193,7 @@ def test_the_command_reads_evaluations(tmp_path, capsys):
         import inspect_ai  # noqa: F401
     except ImportError:
         assert main(["replay", "chat-mamba", str(path)]) == 1
-        assert "is a log of Inspect; expected pip install inspect_ai" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "is a log of Inspect; expected pip install captum-ssm[logs]" in told
     else:
         assert main(["replay", "chat-mamba", str(path), "--methods", "rollout"]) == 0

@@ -198,9 +198,9 @@ def test_batches_that_fail_are_halved(error, tokenizer, monkeypatch):
 
 
 def test_what_was_done_is_not_done_again_where_a_later_batch_fails(tokenizer, monkeypatch):
-    from captum_ssm.explanation.make.relevance import run
+    from captum_ssm.explanation.make.relevance import batches
 
-    monkeypatch.setattr(run, "TOKENS", 8)
+    monkeypatch.setattr(batches, "TOKENS", 8)
     done, failing = Counter(), len(TEXTS[2].split())  # the longest text, in the last batch
     for kind in (MambaAttribution, MambaLRP):
 
@@ -229,9 +229,9 @@ def test_rollout_of_every_token_runs_the_model_once_for_all_texts(tokenizer, mon
 
 
 def test_batches_hold_so_many_tokens(tokenizer, monkeypatch):
-    from captum_ssm.explanation.make.relevance import run
+    from captum_ssm.explanation.make.relevance import batches
 
-    monkeypatch.setattr(run, "TOKENS", 10)
+    monkeypatch.setattr(batches, "TOKENS", 10)
     sizes = []
     plain = rows_module.joined
     monkeypatch.setattr(

@@ -252,6 +252,14 @@ class Explainer:
             raise InputError(f"this holds {len(found)} inputs; expected one.")
         return found[0]
 
+    def size(self, row: InputRow) -> int:
+        """How many tokens or numbers an input has.
+
+        Raises:
+            ValueError, TypeError: as for ``explain``.
+        """
+        return self._about(row).size
+
     def heading(self, examples: Sequence[Example]) -> str:
         """The title of an explanation of these examples."""
         return _title(examples, _name(self.setup.model)) if self.title is None else self.title

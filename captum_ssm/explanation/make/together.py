@@ -3,7 +3,8 @@
 A question is a generator of such steps. Questions about inputs of similar length go side by side:
 what all of them need next is computed in batches, and each goes on with its own part. A batch that
 fails is halved, so that an error is that of one input, and what does not fit the memory is tried
-with less. Batches before and after it are computed once.
+with less; batches after it are of no more than did fit. Batches before and after it are computed
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.generate import Generation, written
 from captum_ssm.explanation.make.questions.asked import Answerable
 from captum_ssm.explanation.make.questions.base import Setup, Steps
-from captum_ssm.explanation.make.relevance.run import batches
+from captum_ssm.explanation.make.relevance.batches import (
+    BatchLimit,
+    batch_limit,
+    batches,
+    current_limit,
+)
+from captum_ssm.utils.memory import is_lack_of_memory
 from captum_ssm.utils.progress import Bar
 
 SIDE_BY_SIDE = 256  # questions, of which each keeps the scores that it is about
@@ -34,11 +41,12 @@ def answered(
         writing (Generation, optional): how the model writes the answers that are explained.
     """
     order = sorted(range(len(asked)), key=lambda k: asked[k].size)
+    limit = current_limit()
     with Bar("examples", len(asked)) as bar:
         for start in range(0, len(order), SIDE_BY_SIDE):
             places = order[start : start + SIDE_BY_SIDE]
             steps = [_example(setup, asked[k], writing) for k in places]
-            yield from zip(places, _side_by_side(steps), strict=True)
+            yield from zip(places, _side_by_side(steps, limit), strict=True)
             bar.advance(len(places))
 
 
@@ -47,7 +55,7 @@ def _example(setup: Setup, question: Any, writing: Generation | None) -> Steps[E
     return (yield from question.answer(setup))
 
 
-def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
+def _side_by_side(questions: Sequence[Steps[Example]], limit: BatchLimit) -> list[Outcome]:
     ended: dict[int, Outcome] = {}
     needed: dict[int, Any] = {}  # by question: its next step
 
@@ -68,25 +76,28 @@ def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
         steps = {k: step for k, step in needed.items() if type(step) is kind}
         for k in steps:
             del needed[k]
-        for k, result in zip(steps, _each(list(steps.values())), strict=True):
+        for k, result in zip(steps, _each(list(steps.values()), limit), strict=True):
             go_on(k, result)
     return [ended[k] for k in range(len(questions))]
 
 
-def _each(steps: Sequence[Any]) -> list[Any]:
+def _each(steps: Sequence[Any], limit: BatchLimit) -> list[Any]:
     # What each step of one kind needs, or its error.
     found: dict[int, Any] = {}
-    for places in batches(steps):
-        found |= zip(places, _batch([steps[k] for k in places]), strict=True)
+    with batch_limit(limit):
+        for places in batches(steps):
+            found |= zip(places, _batch([steps[k] for k in places], limit), strict=True)
     return [found[k] for k in range(len(steps))]
 
 
-def _batch(steps: Sequence[Any]) -> list[Any]:
+def _batch(steps: Sequence[Any], limit: BatchLimit) -> list[Any]:
     try:
         results: list[Any] = steps[0].together(steps)
         return results
     except Exception as error:
         if len(steps) == 1:
             return [error]
+        if is_lack_of_memory(error):
+            limit.was_exceeded(steps)
     middle = len(steps) // 2
-    return _batch(steps[:middle]) + _batch(steps[middle:])
+    return _batch(steps[:middle], limit) + _batch(steps[middle:], limit)

@@ -8,6 +8,7 @@ from typing import Any
 
 from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.corpus.shards import schema_of, table_of
+from captum_ssm.explanation.make.dataset.budget import checked, limit_of, measured
 from captum_ssm.explanation.make.dataset.own import column_types
 from captum_ssm.explanation.make.dataset.rows import Columns, RowReader
 from captum_ssm.explanation.make.dataset.served import ServedLog
@@ -33,6 +34,8 @@ class ExplainBatches:
             batch's records, such as :class:`captum_ssm.ServedLog`, or a ``partial`` of it with
             another bound. The table then has a row per answer, and a record's own single values are
             its columns. None for rows of a data set. Default: None
+        batch_memory (int, optional): as for :func:`captum_ssm.explain_dataset`; rows of the first
+            batch are measured. Default: None
         **options: of :func:`captum_ssm.explain` that are not about one input.
 
     Examples::
@@ -56,6 +59,7 @@ class ExplainBatches:
         against: Any = None,
         seed: int = 0,
         log: Callable[[list[Any]], ServedLog] | None = None,
+        batch_memory: int | None = None,
         **options: Any,
     ) -> None:
         model, tokenizer = load()
@@ -65,6 +69,8 @@ class ExplainBatches:
         self.columns, self.shared = dict(columns or {}), {"target": target, "against": against}
         self.asked = {"columns": columns or None, **self.shared, **options}
         self.tokenizer = unpacked(model, tokenizer, None, None)[1]
+        self.memory = checked(batch_memory)
+        self.measured: dict[str, Any] | None = None
 
     def __call__(self, batch: Any) -> Any:
         """Explain one batch.
@@ -78,7 +84,10 @@ class ExplainBatches:
         rows, found, known = self._read(_table(batch))
         types = {name: kind for name, kind in found.items() if kind and known.keeps(name)}
         indices = [row.get("index") if isinstance(row, Mapping) else None for row in rows]
-        shard = ShardMaker(self.make, known, types, self.seed)(0, indices, rows)
+        if self.measured is None:
+            self.measured = measured(self.make, known, self.memory, self.seed, rows)
+        limit = partial(limit_of, self.measured)
+        shard = ShardMaker(self.make, known, types, self.seed, limit=limit)(0, indices, rows)
         return table_of(schema_of(self.methods, types), shard)
 
     def _read(self, table: Any) -> tuple[list[Any], Mapping[str, str | None], RowReader]:

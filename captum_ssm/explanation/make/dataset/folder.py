@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from captum_ssm.explanation.corpus.manifest import (
 )
 from captum_ssm.explanation.corpus.shards import schema_of, shard_path, shard_paths, write_shard
 from captum_ssm.explanation.corpus.writing import remove_temporary
+from captum_ssm.explanation.make.dataset.budget import limit_of
 from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import Source
 from captum_ssm.utils.progress import Bar
@@ -54,6 +56,7 @@ class ShardRun:
         source (Source): the rows.
         manifest (dict): what is asked for.
         maker (ShardMaker): explains the rows of a shard.
+        budget (Callable): what a manifest tells of batches, where none is there yet.
         process, processes (int): process k of n explains the shards that are k modulo n.
     """
 
@@ -61,6 +64,7 @@ class ShardRun:
     source: Source
     manifest: Mapping[str, Any]
     maker: ShardMaker
+    budget: Callable[[], dict[str, Any]]
     process: int
     processes: int
 
@@ -72,7 +76,10 @@ class ShardRun:
             OSError: where a file cannot be written.
         """
         self._begin()
-        rows = self._length()
+        begun = read_manifest(self.folder)
+        # Where rows can only be counted by reading them all, an earlier run may have done so.
+        rows = begun["rows"]
+        maker = replace(self.maker, limit=partial(limit_of, begun.get("batches")))
         size, done = self.manifest["rows_per_shard"], shard_paths(self.folder)
         schema = schema_of([m["name"] for m in self.manifest["methods"]], self.manifest["columns"])
         with Bar("rows", rows or 0) as bar:
@@ -80,7 +87,7 @@ class ShardRun:
                 start = number * size
                 if rows is not None and start >= rows:
                     return
-                if number not in done and not self._explain(number, start, schema):
+                if number not in done and not self._explain(maker, number, start, schema):
                     break
                 if rows is not None:
                     bar.advance(min(size, rows - start))
@@ -89,7 +96,8 @@ class ShardRun:
     def _begin(self) -> None:
         remove_temporary(self.folder, self.process, self.processes)
         if not (self.folder / NAME).exists():
-            write_manifest(self.folder, self.manifest, self.process)
+            told = {**self.manifest, "batches": self.budget()}
+            write_manifest(self.folder, told, self.process)
             return
         before = read_manifest(self.folder)
         check_same(self.folder, before, self.manifest)
@@ -101,21 +109,16 @@ class ShardRun:
                 stacklevel=4,
             )
 
-    def _length(self) -> int | None:
-        # Where rows can only be counted by reading them all, an earlier run may have done so.
-        known: int | None = read_manifest(self.folder)["rows"]
-        return known
-
-    def _explain(self, number: int, start: int, schema: Any) -> bool:
+    def _explain(self, maker: ShardMaker, number: int, start: int, schema: Any) -> bool:
         # False where there are no such rows.
         rows = self.source.read(start, start + self.manifest["rows_per_shard"])
         if not rows:
             return False
-        found = self.maker(number, range(start, start + len(rows)), rows)
+        found = maker(number, range(start, start + len(rows)), rows)
         write_shard(shard_path(self.folder, number), number, schema, found)
         return True
 
     def _end(self) -> None:
         if self.source.position is not None:
-            told = {**self.manifest, "rows": self.source.position()}
+            told = {**read_manifest(self.folder), "rows": self.source.position()}
             write_manifest(self.folder, told, self.process)

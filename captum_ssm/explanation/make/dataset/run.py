@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus import ExplainedDataset
+from captum_ssm.explanation.make.dataset.budget import checked, measured
 from captum_ssm.explanation.make.dataset.folder import ShardRun, made_folder
 from captum_ssm.explanation.make.dataset.identity import (
     hash_of_model,
@@ -37,6 +38,7 @@ def explain_dataset(
     target: Any = None,
     against: Any = None,
     rows_per_shard: int = 1000,
+    batch_memory: int | None = None,
     on_error: Literal["record", "raise"] = "record",
     accelerator: Any = None,
     process: tuple[int, int] | None = None,
@@ -71,6 +73,10 @@ def explain_dataset(
         target, against (Any, optional): for all rows that have none of their own. Default: None
         rows_per_shard (int, optional): how many rows are kept in memory, and are lost where a run
             is killed. Default: 1000
+        batch_memory (int, optional): bytes that the tensors of rows that are explained together
+            may take, in addition to the model; a row that takes more is explained alone. What rows
+            take is measured before the first shard. None for a quarter of the memory of the
+            model's device. Default: None
         on_error (str, optional): ``"record"``, or ``"raise"`` to end the run at a row that fails;
             shards before it are kept. Default: ``"record"``
         accelerator (accelerate.Accelerator, optional): of one of several processes, each of which
@@ -131,7 +137,10 @@ def explain_dataset(
         "rows": survey.length,
         "rows_per_shard": rows_per_shard,
         **_made_by(make()),
-        "asked": _asked({"columns": columns or {}, **shared, "seed": seed, **options}),
+        "asked": _asked(
+            {"columns": columns or {}, **shared, "seed": seed, "batch_memory": batch_memory}
+            | options
+        ),
         "hashes": {
             "model": hash_of_model(module),
             "tokenizer": hash_of_tokenizer(own_tokenizer),
@@ -140,7 +149,8 @@ def explain_dataset(
         "columns": types,
     }
     maker = ShardMaker(make, known, types, seed, on_error == "raise")
-    run = ShardRun(folder, source, manifest, maker, *this_process(process, accelerator))
+    told = partial(measured, make, known, checked(batch_memory), seed, head)
+    run = ShardRun(folder, source, manifest, maker, told, *this_process(process, accelerator))
     with showing(None if show_progress else False):
         run.start()
     if accelerator is not None:

@@ -14,6 +14,7 @@ from captum_ssm.explanation.make.dataset.own import own_values
 from captum_ssm.explanation.make.dataset.rows import RowReader
 from captum_ssm.explanation.make.dataset.sources import attempt
 from captum_ssm.explanation.make.many import Explainer, InputRow
+from captum_ssm.explanation.make.relevance.batches import BatchLimit, batch_limit
 from captum_ssm.metrics.evaluation import seeded
 
 
@@ -27,6 +28,7 @@ class ShardMaker:
         types (dict): of the scalar columns that are kept, by name.
         seed (int): random numbers of shard k begin at this plus k.
         raises (bool): whether a row that fails ends the run. Default: False
+        limit (Callable): makes the limit of a shard's batches. Default: without a budget
     """
 
     make: Callable[[], Explainer]
@@ -34,12 +36,13 @@ class ShardMaker:
     types: Mapping[str, str]
     seed: int = 0
     raises: bool = False
+    limit: Callable[[], BatchLimit] = BatchLimit
 
     def __call__(self, number: int, indices: Sequence[int | None], rows: Sequence[Any]) -> Shard:
         """Explain the rows of shard ``number``, which have these indices in the data set."""
         explainer = self.make()
         asked = [attempt(self.columns.row, row) for row in rows]
-        with seeded(self.seed + number):
+        with seeded(self.seed + number), batch_limit(self.limit()):
             outcomes = iter(explainer([one for one in asked if isinstance(one, InputRow)]))
         found = [next(outcomes) if isinstance(one, InputRow) else one for one in asked]
         records: list[dict[str, Any]] = []

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import SpanTarget, TokenAttribution
 from captum_ssm.capture import resolve_model
-from captum_ssm.explanation.make.relevance.run import OneInput, Run, batches, joined
+from captum_ssm.explanation.make.relevance.batches import batches
+from captum_ssm.explanation.make.relevance.run import OneInput, Run, joined
 from captum_ssm.utils.progress import progress
 
 
@@ -122,8 +123,8 @@ def rows(
 
     It is zero after the token that is explained. With it come the deltas ``(R,)`` of a method that
     adds up, else None. At most ``step`` rows are computed at a time; None is as many as fit a batch
-    (:func:`~captum_ssm.explanation.make.relevance.run.batches`). A name for ``what`` switches on
-    the progress bar.
+    (:func:`~captum_ssm.explanation.make.relevance.batches.batches`). A name for ``what`` switches
+    on the progress bar.
 
     Raises:
         PaddingIsReadError: where a model reads what texts of a batch are padded with.
@@ -189,7 +190,7 @@ def _jobs(one: Asked, k: int, needs_target: bool, whole: bool) -> list[_Job]:
 def _by_row(
     method: TokenAttribution, jobs: Sequence[_Job], step: int | None, what: str
 ) -> Iterator[tuple[list[_Job], TokenAttribution]]:
-    groups = batches(jobs, step)
+    groups = list(batches(jobs, step))
     for places in progress(groups, what) if what else groups:
         yield [jobs[k] for k in places], method
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits, parameter_names
-
-# What is computed at a time: more would need more memory, and gain little.
-TOKENS = 4096
-ARRAYS = 8
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,11 @@ class OneInput:
         return not self.inputs.is_floating_point()
 
     @property
+    def size(self) -> int:
+        """How many tokens a text has, or how many numbers another input."""
+        return self.inputs.shape[1] if self.is_text else self.inputs[0].numel()
+
+    @property
     def group(self) -> tuple[Any, ...]:
         """What inputs that may be parts of one batch have in common."""
         shape = () if self.run.is_causal and self.is_text else tuple(self.inputs.shape)
@@ -116,40 +117,3 @@ def joined(several: Sequence[OneInput]) -> OneInput:
     )
     named = {name: torch.cat([one.run.named[name] for one in several]) for name in first.run.named}
     return OneInput(first.run.with_arguments(named), inputs)
-
-
-class Batched(Protocol):
-    """What is computed for one input, together with others of its group."""
-
-    @property
-    def of(self) -> OneInput: ...
-    @property
-    def group(self) -> tuple[Any, ...]: ...
-
-
-def batches(items: Sequence[Batched], most: int | None = None) -> list[list[int]]:
-    """The places of items that are computed together: those of one group.
-
-    Args:
-        items (sequence): in an order in which inputs of similar length are neighbors.
-        most (int, optional): how many items a batch may have; None for as many texts as have
-            :data:`TOKENS` together with their padding, or :data:`ARRAYS` other inputs.
-            Default: None
-    """
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for k, item in enumerate(items):
-        groups.setdefault(item.group, []).append(k)
-    found = []
-    for places in groups.values():
-        batch: list[int] = []
-        longest = 0
-        for k in places:
-            one = items[k].of
-            longest = max(longest, one.inputs.shape[1] if one.is_text else 1)
-            limit = (TOKENS // longest if one.is_text else ARRAYS) if most is None else most
-            if batch and len(batch) >= one.run.most(limit):
-                found.append(batch)
-                batch, longest = [], one.inputs.shape[1]
-            batch.append(k)
-        found.append(batch)
-    return found

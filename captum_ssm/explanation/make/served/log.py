@@ -52,7 +52,7 @@ def _samples(path: Path) -> Iterator[Any]:
         from inspect_ai.log import read_eval_log_samples
     except ImportError as error:
         raise ImportError(
-            f"{path} is a log of Inspect; expected pip install inspect_ai."
+            f"{path} is a log of Inspect; expected pip install captum-ssm[logs]."
         ) from error
     yield from read_eval_log_samples(path, all_samples_required=False, resolve_attachments=True)
 

@@ -1,0 +1,113 @@
+"""Which inputs are computed together: as many as there is memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from captum_ssm.explanation.make.relevance.run import OneInput
+from captum_ssm.utils.blocks import bound, contextmanager
+
+# What is computed at a time: more would need more memory, and gain little.
+TOKENS = 4096
+ARRAYS = 8
+
+
+class Batched(Protocol):
+    """What is computed for one input, together with others of its group."""
+
+    @property
+    def of(self) -> OneInput: ...
+    @property
+    def group(self) -> tuple[Any, ...]: ...
+
+
+@dataclass
+class Room:
+    """What inputs that are computed together may take, and what one of them takes.
+
+    Args:
+        total (float): for all of them.
+        cost (Callable): of one input, by its size.
+    """
+
+    total: float
+    cost: Callable[[int], float]
+
+    def holds(self, size: int) -> float:
+        """How many inputs of a size there is room for."""
+        return self.total / self.cost(size)
+
+    def was_exceeded(self, count: int, size: int) -> None:
+        """Keep to half of what so many inputs of a size take."""
+        self.total = min(self.total, count * self.cost(size) / 2)
+
+
+class BatchLimit:
+    """How many inputs are computed together: fewer once there was no memory for so many.
+
+    Args:
+        memory (Room, optional): in bytes, in addition to :data:`TOKENS` of texts, which are padded
+            to the longest, or :data:`ARRAYS` other inputs. Default: None
+    """
+
+    def __init__(self, memory: Room | None = None) -> None:
+        self._texts = [Room(TOKENS, float), *([] if memory is None else [memory])]
+        self._arrays = [Room(ARRAYS, lambda size: 1.0), *self._texts[1:]]
+
+    def most(self, one: OneInput, size: int) -> int:
+        """How many inputs like ``one`` are computed together, of which the largest has a size."""
+        rooms = self._texts if one.is_text else self._arrays
+        return one.run.most(max(1, int(min(room.holds(size) for room in rooms))))
+
+    def was_exceeded(self, several: Sequence[Batched]) -> None:
+        """What was computed together took more memory than there is: keep to half of it."""
+        first, size = several[0].of, max(item.of.size for item in several)
+        for room in self._texts if first.is_text else self._arrays:
+            room.was_exceeded(len(several), size)
+
+
+_LIMIT: ContextVar[BatchLimit | None] = ContextVar("captum_ssm_batch_limit", default=None)
+
+
+@contextmanager
+def batch_limit(limit: BatchLimit) -> Iterator[None]:
+    """Keep the batches that are made inside to a limit."""
+    with bound(_LIMIT, limit):
+        yield
+
+
+def current_limit() -> BatchLimit:
+    """The limit that holds for batches: a new one, where none was set."""
+    return _LIMIT.get() or BatchLimit()
+
+
+def batches(items: Sequence[Batched], most: int | None = None) -> Iterator[list[int]]:
+    """The places of items that are computed together: those of one group.
+
+    Args:
+        items (sequence): in an order in which inputs of similar length are neighbors.
+        most (int, optional): how many items a batch may have; None for as many as
+            :func:`batch_limit` allows when the batch is asked for. Default: None
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for k, item in enumerate(items):
+        groups.setdefault(item.group, []).append(k)
+    for places in groups.values():
+        while places:
+            count = _first_batch([items[k].of for k in places], most)
+            yield places[:count]
+            places = places[count:]
+
+
+def _first_batch(inputs: Sequence[OneInput], most: int | None) -> int:
+    # How many of the inputs, from the first on, are computed together.
+    limit, longest = current_limit(), 0
+    for count, one in enumerate(inputs):
+        longest = max(longest, one.size)
+        allowed = limit.most(one, longest) if most is None else one.run.most(most)
+        if count and count >= allowed:
+            return count
+    return len(inputs)
