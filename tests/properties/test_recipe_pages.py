@@ -19,6 +19,8 @@ from repositories import made
 from torch import Tensor
 
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "recipes").glob("*.md"))}
+# Pages whose code test_language_recipes.py runs.
+ELSEWHERE = {"hybrids.md", "linear_rnns.md", "mamba.md", "qwen3_next.md", "vim.md"}
 INDEX = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 # What pages import, by module.
@@ -132,7 +134,7 @@ RESULTS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*depends on tokens in a way that autograd does not show")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - ELSEWHERE))
 def test_the_code_of_a_recipe_runs(page, installed):
     names = run(page)
     for name, given in RESULTS[page].items():
@@ -198,9 +200,10 @@ def test_a_recipe_has_code_a_picture_and_what_to_watch_for(page):
 
 
 def test_all_stand_ins_are_asked_for():
-    names = {name for page in PAGES for name in re.findall(r"^from (\S+) import", code(page), re.M)}
+    pages = PAGES.keys() - ELSEWHERE
+    names = {name for page in pages for name in re.findall(r"^from (\S+) import", code(page), re.M)}
     assert set(MODULES) <= names | {"utils.config"}
-    read = {name for page in PAGES for name in re.findall(r'torch\.load\("([^"]+)"', code(page))}
+    read = {name for page in pages for name in re.findall(r'torch\.load\("([^"]+)"', code(page))}
     assert read == set(CHECKPOINTS)
 
 

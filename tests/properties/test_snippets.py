@@ -38,6 +38,10 @@ ELSEWHERE = {
         (f"recipes/{path.name}" for path in (DOCS / "recipes").glob("*.md")),
         "properties/test_recipe_pages.py",
     ),
+    **dict.fromkeys(
+        (f"recipes/{name}.md" for name in ("hybrids", "linear_rnns", "mamba", "qwen3_next", "vim")),
+        "properties/test_language_recipes.py",
+    ),
     "add_a_family.md": "mixers/test_families.py",
     "development/add_a_method.md": "attr/test_toy_method.py",
     "development/add_a_scan_form.md": "discovery/test_scans.py",
