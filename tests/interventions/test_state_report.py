@@ -55,25 +55,64 @@ def test_one_input_by_brute_force(family):
 
 def plant(family: str, lives: list[float]):
     """A model whose first layer forgets at known rates, whatever it reads."""
-    model = build(family)
-    n = len(lives)
+    model = build(family, **({"context_length": 256} if family == "rwkv" else {}))
     rates = math.log(2) / torch.tensor(lives)
-    step = math.log(math.expm1(0.01))  # softplus of it is 0.01
     with torch.no_grad():
-        if family == "mamba":
-            mixer = model.backbone.layers[0].mixer
-            mixer.dt_proj.weight.zero_()
-            mixer.dt_proj.bias.fill_(step)
-            mixer.A_log.copy_((rates.repeat(len(mixer.A_log) // n)[:, None] / 0.01).log())
-        else:
-            mixer = model.backbone.layers[0].mixer
-            mixer.in_proj.weight[-mixer.num_heads :] = 0
-            mixer.dt_bias.fill_(step)
-            mixer.A_log.copy_((rates.repeat(mixer.num_heads // n) / 0.01).log())
+        PLANTS[family](model, lambda heads: rates.repeat(heads // len(lives)))
     return model
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+STEP = math.log(math.expm1(0.01))  # softplus of it is 0.01
+
+
+def plant_mamba(model, rates_of):
+    mixer = model.backbone.layers[0].mixer
+    mixer.dt_proj.weight.zero_()
+    mixer.dt_proj.bias.fill_(STEP)
+    mixer.A_log.copy_((rates_of(len(mixer.A_log))[:, None] / 0.01).log())
+
+
+def plant_mamba2(model, rates_of):
+    mixer = model.backbone.layers[0].mixer
+    mixer.in_proj.weight[-mixer.num_heads :] = 0
+    mixer.dt_bias.fill_(STEP)
+    mixer.A_log.copy_((rates_of(mixer.num_heads) / 0.01).log())
+
+
+def plant_rwkv(model, rates_of):
+    mixer = model.rwkv.blocks[0].attention
+    mixer.time_decay.copy_(rates_of(len(mixer.time_decay)).log())
+    mixer.key.weight.zero_()  # the state is scaled by the largest key, which stays the same
+
+
+def plant_qwen3_next(model, rates_of):
+    # What a head forgets per token is to a fifth erased by the token, and the rest decays.
+    layer = model.model.layers[0]
+    mixer, K = layer.linear_attn, layer.linear_attn.head_k_dim
+    rates = rates_of(mixer.num_v_heads).view(mixer.num_k_heads, -1)
+    # The first number of each token is constant, and nothing else of it is large.
+    model.model.embed_tokens.weight.mul_(1e-3)[:, 0] = 1
+    layer.input_layernorm.weight.zero_()
+    constant = math.sqrt(model.config.hidden_size)
+    of_heads = mixer.in_proj_ba.weight.zero_().unflatten(0, (mixer.num_k_heads, 2, -1))
+    of_heads[:, 0, :, 0] = (-torch.expm1(-rates / 5)).logit() / constant
+    mixer.dt_bias.fill_(STEP)
+    mixer.A_log.copy_((0.8 * rates.flatten() / 0.01).log())
+    # All keys have one direction, so that each token erases what those before it wrote.
+    keys = mixer.in_proj_qkvz.weight.unflatten(0, (mixer.num_k_heads, -1))[:, K : 2 * K]
+    keys.zero_()[:, 0, 0] = 1
+    mixer.conv1d.weight.fill_(1)
+
+
+PLANTS = {
+    "mamba": plant_mamba,
+    "mamba2": plant_mamba2,
+    "rwkv": plant_rwkv,
+    "qwen3_next": plant_qwen3_next,
+}
+
+
+@pytest.mark.parametrize("family", PLANTS)
 def test_planted_half_lives_are_measured(family):
     texts = [ids(1, 160), *(ids(1, 160).roll(k, 1) for k in range(1, 7))]
     report = state_report(plant(family, [7.0, 50.0]), texts, layers=0, samples=12)
