@@ -148,6 +148,20 @@ def test_a_list_of_ids_of_several_lengths():
     assert_close(explain(model, inputs=rows[:1]), [explain(model, inputs=rows[0])])
 
 
+def test_arrays_of_integers_are_ids_where_there_is_a_tokenizer(tokenizer):
+    model, ids = tiny("mamba"), [[3, 4, 5, 9], [9, 8]]
+    expected = [explain(model, tokenizer, row) for row in ids]
+    arrays = [np.array(row, kind) for row, kind in zip(ids, ("int32", "uint16"), strict=True)]
+    for given in (arrays, tuple(arrays), np.array(arrays, object), [arrays[0], ids[1]]):
+        assert_close(explain(model, tokenizer, given), expected)
+    padded = np.array([ids[0], [*ids[1], 0, 0]])
+    named = {"input_ids": padded, "attention_mask": (padded > 0).astype(int)}
+    assert_close(explain(model, tokenizer, named), expected)
+    assert_close(explain(model, tokenizer, {"input_ids": arrays}), expected)
+    for one in (arrays[0], arrays[0][None]):
+        assert_close(explain(model, tokenizer, one), expected[:1])
+
+
 def test_each_input_has_its_own_error(tokenizer):
     explainer = Explainer(tiny("mamba"), tokenizer, alternatives=0)
     rows = [

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,8 @@ def parse_inputs(
     inputs = named if inputs is None else inputs
     if _is_listed(inputs):
         inputs = list(inputs)
+    if is_tokenizer(tokenizer):
+        inputs = _with_ids(inputs)
     is_read = isinstance(inputs, TokenizedText)
     if not is_read and not may_be_text(inputs, is_tokenizer(tokenizer)):
         return tokenizer, None, inputs
@@ -154,6 +157,14 @@ def _is_listed(inputs: Any) -> bool:
     return getattr(getattr(inputs, "dtype", None), "kind", "O") in "OUT"
 
 
+def _with_ids(inputs: Any) -> Any:
+    # With a tokenizer, arrays of integers are token ids, as tensors are.
+    if isinstance(inputs, list):
+        return [_with_ids(one) for one in inputs]
+    is_ids = isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iu" and inputs.ndim < 3
+    return torch.as_tensor(inputs.astype(np.int64)) if is_ids else inputs
+
+
 def _texts(inputs: Any) -> list[Text] | None:
     # None for what is not texts.
     if isinstance(inputs, (str, TokenizedText)):
@@ -183,14 +194,16 @@ def _of_list(inputs: list[Any]) -> list[Text] | None:
     if isinstance(first, tuple) and len(first) == 2 and all(isinstance(t, str) for t in first):
         return [(str(a), str(b)) for a, b in inputs]
     if torch.is_tensor(first):  # of other axes it may be a picture or a batch
-        is_ids = all(torch.is_tensor(one) and _is_row_of_ids(one) for one in inputs)
+        is_ids = all(map(_is_row_of_ids, inputs))
     else:
         is_ids = isinstance(first, (list, tuple)) or as_index(first) is not None
     return _of_ids(inputs, None, None) if is_ids else None
 
 
-def _is_row_of_ids(value: Tensor) -> bool:
-    return value.dim() == 1 and not value.is_floating_point()
+def _is_row_of_ids(value: Any) -> bool:
+    if torch.is_tensor(value):
+        return value.dim() == 1 and not value.is_floating_point()
+    return isinstance(value, (list, tuple))
 
 
 def _is_pair_of_texts(inputs: Mapping[str, Any]) -> bool:
@@ -246,6 +259,8 @@ def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:
 
 def _rows(values: Any) -> list[list[int]]:
     # (B, L), or one of L.
+    if isinstance(values, np.ndarray):
+        values = torch.as_tensor(values)
     if torch.is_tensor(values):
         if values.dim() not in (1, 2) or values.is_complex():
             raise InputError(
@@ -253,7 +268,7 @@ def _rows(values: Any) -> list[list[int]]:
                 "or (B, L) of an integer dtype, at least one."
             )
         values = values.tolist()
-    values = [one.tolist() if torch.is_tensor(one) else one for one in values]
+    values = [one.tolist() if hasattr(one, "tolist") else one for one in values]
     rows = values if values and isinstance(values[0], (list, tuple)) else [values]
     return [[int(one) for one in row] for row in rows]
 
