@@ -121,8 +121,9 @@ class SSMLLMAttribution(LLMGradientAttribution):
                     "expected a method of captum_ssm. trace_rows takes rows of any method."
                 )
             return super().attribute(inp, target, gen_args, **kwargs)
-        tokens = self._get_target_tokens(inp, target, gen_args=gen_args)
-        prompt = self._format_model_input(inp.to_model_input())["input_ids"]
+        tokens = self._tokens_of(inp, target, gen_args)
+        prompt = self._format_model_input(inp.to_model_input())
+        prompt = prompt if torch.is_tensor(prompt) else prompt["input_ids"]  # Captum 0.8, and later
         asked = self.attr_method, prompt, tokens.to(prompt.device)
         options = {"internal_batch_size": internal_batch_size, **kwargs}
         if span is None and hops is None:
@@ -137,13 +138,22 @@ class SSMLLMAttribution(LLMGradientAttribution):
         keep = getattr(inp, "itp_mask", None)
         kept = torch.arange(prompt.shape[1], device=relevance.device)
         kept = kept if keep is None else kept[keep[0].to(relevance.device)]
-        return LLMAttributionResult(
+        result = LLMAttributionResult(
             seq_attr=total[kept],
             token_attr=relevance[:, kept],
             input_tokens=inp.values,
             output_tokens=names,
-            inp=inp,
         )
+        result.inp = inp  # not an argument in Captum 0.8
+        return result
+
+    def _tokens_of(self, inp: InterpretableInput, target: Any, gen_args: Any) -> Tensor:
+        # Captum 0.8 adds special tokens to a text, and takes a batch of ids for one example.
+        if isinstance(target, str):
+            target = torch.tensor(self.tokenizer.encode(target, add_special_tokens=False))
+        if torch.is_tensor(target) and gen_args is None:
+            return target
+        return self._get_target_tokens(inp, target, gen_args=gen_args)
 
     def _check_known(self, inp: InterpretableInput, target: Any) -> None:
         if isinstance(target, str):
