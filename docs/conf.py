@@ -58,8 +58,8 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": [],
     "footer_end": ["theme-version"],
-    "pygments_light_style": "tango",
-    "pygments_dark_style": "github-dark",
+    "pygments_light_style": "github-light-high-contrast",
+    "pygments_dark_style": "github-dark-high-contrast",
 }
 # A page without a section has nothing for the sidebar to list.
 html_sidebars = {"index": [], "getting_started": []}
