@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,6 +13,7 @@ from xml.etree import ElementTree
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import yaml
 from folders import ROOT
 
 SITE = "https://example.org/captum_ssm"
@@ -100,6 +103,53 @@ def test_the_workflow_gives_what_a_build_reads():
     for tag, version in {"v1.2.3": "1.2", "v1.10.0": "1.10", "v1.0.0rc1": None}.items():
         found = re.match(pattern, f"refs/tags/{tag}")
         assert (found and found[1]) == version
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Runs the workflow's last step on a repository of this machine: what its branch then holds."""
+    repository = tmp_path / "repository.git"
+    subprocess.run(["git", "init", "--quiet", "--bare", repository], check=True)
+    (*_, step) = yaml.safe_load(WORKFLOW)["jobs"]["pages"]["steps"]
+    script = re.sub(r"remote=.*", f'remote="{repository}"', step["run"])
+    places = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    given = {"PATH": places, "DOCS_URL": SITE, "GITHUB_ACTOR": "someone", "GITHUB_SHA": "0"}
+
+    def publish(version, text, script=script):
+        work = tmp_path / text
+        (work / "html").mkdir(parents=True)
+        (work / "html/index.html").write_text(text)
+        (work / "docs").symlink_to(ROOT / "docs")
+        environment = {**os.environ, **given, "DOCS_VERSION": version}
+        ran = subprocess.run(
+            ["bash", "-e", "-c", script], cwd=work, env=environment, capture_output=True, text=True
+        )
+        show = ["git", "-C", repository, "ls-tree", "-r", "--name-only", "gh-pages"]
+        listed = subprocess.run(show, capture_output=True, text=True).stdout.splitlines()
+        return ran, {name for name in listed if name.endswith("/index.html")}
+
+    return publish
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_the_workflow_keeps_the_versions_that_are_there(published):
+    ran, pages = published("", "first")
+    assert ran.returncode == 0, ran.stderr
+    assert pages == {"latest/index.html"}
+    ran, pages = published("1.0", "second")
+    assert ran.returncode == 0, ran.stderr
+    assert pages == {"latest/index.html", "1.0/index.html", "stable/index.html"}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_the_workflow_stops_where_the_branch_cannot_be_read(published):
+    (*_, step) = yaml.safe_load(WORKFLOW)["jobs"]["pages"]["steps"]
+    gone = re.sub(r"remote=.*", 'remote="/nowhere"', step["run"])
+    ran, pages = published("", "first", gone)
+    assert ran.returncode not in (0, 2)
+    assert not pages
 
 
 @pytest.mark.parametrize(("version", "home"), [("latest", "latest"), ("1.0", "stable")])
