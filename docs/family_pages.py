@@ -212,8 +212,9 @@ def run(family: Family, folder: Path) -> Names:
 
 def page(family: Family, facts: Facts) -> str:
     """The Markdown of a page."""
+    kind = "living tall" if family.draw else "living"
     shown = (
-        f'<iframe class="living" src="../_static/models/{family.name}.html" '
+        f'<iframe class="{kind}" src="../_static/models/{family.name}.html" '
         f'title="{family.title}: an explanation as an interactive page"></iframe>'
         if "to_html" in family.code
         else picture(family)
