@@ -13,8 +13,7 @@ from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import without_caches
 from captum_ssm.mixers.memory import state_reader
-from captum_ssm.mixers.past import past_of
-from captum_ssm.mixers.registry import channels_of, remember
+from captum_ssm.mixers.registry import channels_of, past_before, remember
 from captum_ssm.utils.copies import original
 
 
@@ -73,7 +72,7 @@ class StateModule(nn.Module):
         with torch.no_grad():
             result = mixer.forward(*call.args, **without_caches(call.kwargs))
         own = MixerCall.of(path, mixer, call.args, call.kwargs, result, channels=channels_of(mixer))
-        if past_of(mixer, own.arguments, own.given_tokens()) is not None:
+        if past_before(own) is not None:
             raise UnsupportedModelError(
                 f"{path} is called with a cache that is not empty; expected the whole text, for a "
                 "readout of its state."

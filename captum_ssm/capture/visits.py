@@ -20,8 +20,8 @@ from captum_ssm.capture.session import run_in
 from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall
-from captum_ssm.mixers.past import Past, past_of
-from captum_ssm.mixers.registry import channels_of, find_adapter
+from captum_ssm.mixers.past import Past
+from captum_ssm.mixers.registry import channels_of, past_before
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.progress import Bar
@@ -85,8 +85,7 @@ class Visits:
             # Before the mixer writes into its cache.
             call = self._call(module, inputs, None)
             _check_ordinary(call)
-            read = getattr(find_adapter(call.module), "past_of", past_of)
-            self.pasts[module] = read(call.module, call.arguments, call.given_tokens())
+            self.pasts[module] = past_before(call)
         if self.cuts is None or module not in self.mixers:
             return inputs
         # A mixer's forward may run without a graph.

@@ -31,8 +31,7 @@ from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
 from captum_ssm.mixers.linear_layers import is_plain
-from captum_ssm.mixers.past import past_of
-from captum_ssm.mixers.registry import channels_of, find_adapter
+from captum_ssm.mixers.registry import channels_of, past_before
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import bound, contextmanager, undo
 from captum_ssm.utils.copies import original
@@ -357,8 +356,7 @@ class _Forward:
 def _check_not_begun(call: MixerCall, edits: _Edits) -> None:
     # Edges lead from token to token of one run, and a cache holds tokens of earlier ones.
     module = original(call.module)
-    read = getattr(find_adapter(module), "past_of", past_of)
-    if read(module, call.arguments, call.given_tokens()) is not None:
+    if past_before(replace(call, module=module)) is not None:
         raise UnsupportedModelError(
             f"{edits.paths[module]} is called with a cache that is not empty, as by generate(), so "
             "its tokens read a state that no edge or token of this run shows; expected the whole "

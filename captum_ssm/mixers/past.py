@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, UnsupportedModelError
 
 STALE = (
     "Pass a cache that this model filled, with as many examples as the inputs have, and which "
@@ -131,12 +131,14 @@ def past_of(module: Any, arguments: dict[str, Any], tokens: Tensor) -> Past | No
 
     Raises:
         InputError: for a cache of another model, or of another number of examples.
+        UnsupportedModelError: for a filled cache of transformers 4.
     """
     # A module that several layers share is told which one it is.
     index = arguments.get("layer_idx", getattr(module, "layer_idx", None))
     caches = (x for x in arguments.values() if isinstance(getattr(x, "layers", None), list))
     cache = next(caches, None)
     if cache is None or not isinstance(index, int):
+        _check_position(arguments)
         return None
     linear = getattr(cache, "linear_cache", [])  # MiniMax's
     if index < len(linear) and torch.is_tensor(linear[index]):
@@ -156,6 +158,16 @@ def past_of(module: Any, arguments: dict[str, Any], tokens: Tensor) -> Past | No
         for x in past.tails:
             check_state("inputs of a convolution", x, (*x.shape[:2], conv.in_channels))
     return past
+
+
+def _check_position(arguments: dict[str, Any]) -> None:
+    # Layers of transformers 4 are told how many tokens their caches hold, which have other forms.
+    position = arguments.get("cache_position")
+    if torch.is_tensor(position) and position.numel() and int(position.flatten()[0]) > 0:
+        raise UnsupportedModelError(
+            "the model goes on from a cache that is not empty, and caches of transformers 4 are "
+            "not read; expected the whole text, without a cache, or transformers 5."
+        )
 
 
 def _is_attention(module: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers.call import MISFITS, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.past import Past, past_of
 from captum_ssm.utils.copies import original
 
 Freeze = Callable[[MixerCall], FrozenMixer]
@@ -267,6 +268,18 @@ def outermost(
     if find_adapter(module) is None:
         for name, child in module.named_children():
             yield from outermost(child, f"{path}.{name}" if path else name, seen)
+
+
+def past_before(call: MixerCall) -> Past | None:
+    """What a cache holds for the mixer of a call, in the form that its adapter reads.
+
+    Raises:
+        InputError: for a cache of another model, or of another number of examples.
+        UnsupportedModelError: for a filled cache of transformers 4.
+    """
+    read = getattr(find_adapter(call.module), "past_of", past_of)
+    found: Past | None = read(call.module, call.arguments, call.given_tokens())
+    return found
 
 
 def frozen_by(adapter: Freeze, call: MixerCall) -> FrozenMixer:
