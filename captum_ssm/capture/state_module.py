@@ -86,3 +86,7 @@ class StateModule(nn.Module):
 def freeze_state(call: MixerCall) -> FrozenMixer:
     """The adapter of a :class:`StateModule`."""
     return state_reader(call.module.frozen(call), call.module.directions)
+
+
+# As the mixer that is read, whose class is registered.
+freeze_state.known = "registered"  # type: ignore[attr-defined]

@@ -206,6 +206,15 @@ def test_methods_take_it_or_say_why_not(name):
     assert found.abs().sum() > 0
 
 
+def test_it_is_listed_with_the_layers_before_it():
+    _, readout = read_of("mamba", -1)
+    found = captum_ssm.supported(readout, ids(1, L))
+    assert [(one.name, one.known) for one in found.mixers] == [
+        ("model.backbone.layers.0.mixer", "registered"),
+        ("state", "registered"),
+    ]
+
+
 def test_a_bias_and_names_are_those_of_other_readouts():
     model, plain = read_of("mamba2")
     matrix = directions(3, *states(model, ids(1, L))[plain.layer].values.shape[2:])

@@ -91,6 +91,7 @@ def run(page):
 @pytest.mark.filterwarnings("ignore::captum_ssm.kernels.ExtensionWarning")
 @pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients")  # Captum's
 @pytest.mark.filterwarnings("ignore:Contrastive inputs do not match")  # inseq's, said always
+@pytest.mark.filterwarnings("ignore:unclosed file .*bertviz:ResourceWarning")
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, own_registry):
     pytest.importorskip(NEEDS.get(page, "torch"))
     pytest.importorskip("transformers", minversion=SINCE.get(page))
