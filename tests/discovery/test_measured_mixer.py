@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 import wild
+from families import TRANSFORMERS_4
 from frozen import assert_shows_what_is_read, measured, recorded
 from group_normed import ChannelsInBatch, channel_scan
 from models import randomize, without_biases
@@ -75,6 +76,8 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_measured_is_what_an_adapter_reads(name, monkeypatch):
+    if TRANSFORMERS_4 and name in ("mamba", "mamba2"):
+        pytest.skip("Mamba's forward of transformers 4 is one function, whose loop is not measured")
     with_slow_convolution(monkeypatch)
     call = recorded(randomize(KNOWN[name]()).eval(), tokens(2, 12, 16))
     ours, theirs = freeze_measured(call), find_adapter(call.module)(call)

@@ -17,6 +17,7 @@ import nbformat
 import pages
 import pytest
 import torch
+from families import TRANSFORMERS_4
 from models import VOCABULARY, ids, tiny, word_tokenizer
 from typing_extensions import is_typeddict
 
@@ -117,6 +118,8 @@ def namespace(folder: Path):
 @pytest.mark.every_case
 @pytest.mark.parametrize("test", examples())
 def test_an_example_of_a_docstring_runs(test, tmp_path, own_registry):
+    if TRANSFORMERS_4 and "use_cache=True" in test.docstring:
+        pytest.skip("caches of transformers 4 are others")
     test.globs = namespace(tmp_path)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     report = []

@@ -541,6 +541,7 @@ def test_a_mixer_that_computes_something_else():
         assert_unchanged(model, before)
 
 
+@pytest.mark.skipif(TRANSFORMERS_4, reason="its loop in Mamba's forward is not measured")
 def test_a_subclass_that_computes_something_else_is_measured():
     model = tiny()
     mixer = model.backbone.layers[1].mixer
