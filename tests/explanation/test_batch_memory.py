@@ -211,20 +211,21 @@ def limited(folder: Path) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = MambaConfig(hidden_size=256, num_hidden_layers=4, vocab_size=VOCABULARY)
-    asked = [MambaForCausalLM(config).eval(), words(), ids(32, 180)]
+    config = MambaConfig(hidden_size=512, num_hidden_layers=4, vocab_size=VOCABULARY)
+    asked = [MambaForCausalLM(config).eval(), words(), ids(24, 180)]
     options = {"alternatives": 0, "methods": ["mamba-lrp"]}
     free = explain_dataset(*asked, folder / "free", **options)
     lacked: list[bool] = []
     together.is_lack_of_memory = lambda error: lacked.append(is_lack_of_memory(error)) or lacked[-1]
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (128 << 20), before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (320 << 20), before[1]))
     kept = explain_dataset(*asked, folder / "kept", **options)
     resource.setrlimit(resource.RLIMIT_AS, before)
     pairs = [
-        [one.examples[0].relevance["mamba-lrp"] for one in pair]
-        for pair in zip(free, kept, strict=True)
+        [found[k].examples[0].relevance["mamba-lrp"] for found in (free, kept)]
+        for k in range(len(kept))
+        if k not in kept.errors
     ]
     differences = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs]
     (folder / "told.json").write_text(json.dumps([lacked, kept.errors, differences]))
@@ -238,8 +239,8 @@ def test_a_process_that_has_no_memory_left_goes_on_with_less(tmp_path):
     process.join(300)
     assert process.exitcode == 0
     lacked, errors, differences = json.loads((tmp_path / "told.json").read_text())
+    assert errors == {}
     assert lacked  # PyTorch's allocator found no memory for the first batch
     assert all(lacked)
     assert len(lacked) < 6  # and batches after it were smaller at once
-    assert errors == {}
     assert max(differences) < 2e-5
