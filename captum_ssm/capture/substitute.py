@@ -123,7 +123,9 @@ class FrozenStandIns:
     def running(self, module: nn.Module) -> Iterator[None]:
         """What a mixer's own forward runs in."""
         self._linears = LinearCalls()
-        with torch.set_grad_enabled(self.needs_graph(module)), self._linears.of(module):
+        hands_on = getattr(find_adapter(module), "hands_on", None)
+        needed = self.needs_graph(module) or (hands_on is not None and hands_on(module))
+        with torch.set_grad_enabled(needed), self._linears.of(module):
             yield
 
     def prepare(self, module: nn.Module) -> None:

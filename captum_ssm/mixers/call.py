@@ -238,7 +238,7 @@ class LinearCalls(TorchFunctionMode):
 
         def keep(layer: Any, args: Any, kwargs: Any, result: Tensor) -> None:
             if args:
-                self.add(original(layer), args[0].detach(), result)
+                self.add(original(layer), args[0].detach(), result.detach())
 
         with watch_modules(filter(is_plain, module.children()), after=keep):
             yield

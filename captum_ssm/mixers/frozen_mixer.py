@@ -53,6 +53,8 @@ class FrozenMixer:
             not part of the operator (:meth:`remainder`). Default: 0
         offset (Tensor, optional): a bias after the norm, added to the gated output. Not part of
             the operator. Broadcasts to ``(B, L, D)``. Default: None
+        own (tuple of Tensor, optional): a weight and a token's own values, ``(B, L, D)`` each,
+            whose product is a part of the offset. It has relevance of the token. Default: None
         paper_components (tuple of str, optional): the components of ``"unified"`` if none are
             chosen, as in Zimerman et al.'s equation for the family. Default: all except the skip
         readout (Callable, optional): for a mixer with a norm: computes the gated output
@@ -98,6 +100,7 @@ class FrozenMixer:
     norm: Tensor | None = None
     centered: int = 0
     offset: Tensor | None = None
+    own: tuple[Tensor, Tensor] | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
     readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
@@ -332,6 +335,9 @@ class FrozenMixer:
         )
         if self.gate is not None and self.gate_argument is not None:
             frozen["gate"] = _TimesConstant.apply(self.gate_argument, frozen["gate"])
+        if self.own is not None:
+            weight, values = self.own
+            frozen["offset"] = frozen["offset"] + weight.detach() * (values - values.detach())
         mixer = replace(self, recurrence=self.recurrence.detach(), **frozen)
         return mixer._knowing({"convolved": self.convolved})
 

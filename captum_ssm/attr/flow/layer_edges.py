@@ -246,6 +246,10 @@ def layer_edges(
     )
     offset = 0.0 if mixer.offset is None else (coefficients.gated * mixer.offset).sum(-1)
     bias = bias + out - gated + offset
+    if mixer.own is not None:
+        weight, values = mixer.own
+        own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
+        skip, drawn, bias = skip + own, drawn + own, bias - own
     mixed = [_relevance(x, y).sum(-1) for x, y in zip(g, kept.mixed, strict=True)]
     if kept.is_measured:  # whether its gate is an activation was not
         gate = gated - offset - _of_scans(mixer, mixed)

@@ -97,7 +97,9 @@ def _frozen(
     ``bonus (B, L, H)`` is the weight of a token's own values, added after the norm (RWKV-7).
     """
     weight = None if norm.weight is None else call.parameter(norm.weight)
-    offset = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
+    offset, own = None, None
+    if getattr(norm, "bias", None) is not None:
+        offset = call.parameter(norm.bias)
     if bonus is not None:
         bonus = bonus.repeat_interleave(conv.output.shape[-1] // bonus.shape[-1], -1)
     if type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False):
@@ -105,9 +107,12 @@ def _frozen(
         mean = mean_of_groups(conv.output, groups)
         conv = ShortConv(conv.output - mean)
         if bonus is not None:  # of which the mean is not part of the map
+            own = bonus, mean.expand_as(bonus)
             offset = bonus * mean if offset is None else offset + bonus * mean
     if offset is not None and gate.factor is not None:
         offset = offset * gate.factor
+    if own is not None and gate.factor is not None:
+        own = own[0] * gate.factor, own[1]
     mixer = FrozenMixer(
         recurrence=recurrence,
         **conv.arguments,
@@ -116,6 +121,7 @@ def _frozen(
         gate=gate.factor,
         gate_argument=gate.argument,
         offset=offset,
+        own=own,
         state=call.state(by_key),
     )
     return mixer.normed(lambda y: rms_factor(y, weight, eps or norm.eps, groups), bonus)
@@ -305,6 +311,10 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
         gate=_Gate(_low_rank(call, module.g_lora, mixed["g"])),
         bonus=(r * k * call.parameter(module.r_k)).sum(-1),
     )
+
+
+# Later layers read its values, which it returns beside its output.
+freeze_rwkv7.hands_on = lambda module: module.layer_idx == 0  # type: ignore[attr-defined]
 
 
 @adapts("fla.layers.delta_net.DeltaNet")
