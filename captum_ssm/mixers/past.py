@@ -166,7 +166,8 @@ def _check_position(arguments: dict[str, Any]) -> None:
     if torch.is_tensor(position) and position.numel() and int(position.flatten()[0]) > 0:
         raise UnsupportedModelError(
             "the model goes on from a cache that is not empty, and caches of transformers 4 are "
-            "not read; expected the whole text, without a cache, or transformers 5."
+            "not read; expected a call that runs the model once, on the whole text and without a "
+            "cache, or transformers 5."
         )
 
 

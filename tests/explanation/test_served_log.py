@@ -16,6 +16,9 @@ from captum_ssm.cli import main
 from captum_ssm.explanation import open_dataset
 
 HOW = {"methods": "rollout", "alternatives": 0}
+# Older versions of pyarrow sort the fields of a record, which then are columns in that order.
+_FIELDS = pyarrow.Table.from_pylist([{"of": {"b": 1, "a": 2}}]).schema.field("of").type
+keeps_order = pytest.mark.skipif(_FIELDS.field(0).name == "a", reason="pyarrow sorts fields")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,7 @@ def test_each_answer_is_a_row_and_what_differs_is_its_error(stories, records, tm
     assert "4 log probabilities differ from the recorded ones by at most" in repr(found[0])
 
 
+@keeps_order
 def test_all_forms_of_a_log_are_one_data_set(stories, records, tmp_path):
     records = records[:2]
     whole = tmp_path / "log.json"
@@ -148,6 +152,7 @@ def test_the_command_explains_a_log_with_the_requests_of_its_batch(stories, tmp_
     assert "--bound and --temperature are about a log; add --served" in capsys.readouterr().err
 
 
+@keeps_order
 def test_batches_of_records_are_explained_as_a_log(stories, records, tmp_path):
     load = lambda: (stories.model, stories.tokenizer)  # noqa: E731
     found = explain_dataset(*load(), ServedLog(records), tmp_path / "why", **HOW)
