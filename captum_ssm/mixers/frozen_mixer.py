@@ -157,9 +157,7 @@ class FrozenMixer:
             return y if self.offset is None else y + self.offset
 
         normed = replace(self, norm=scale, skip=skip, readout=readout)
-        computed = (
-            ("values", "convolved") if bonus is not None else ("values", "convolved", "mixed")
-        )
+        computed = ("values", "convolved", *(() if bonus is not None else ("mixed",)))
         return normed._knowing({name: x for name, x in vars(self).items() if name in computed})
 
     def _knowing(self, known: dict[str, Tensor]) -> Self:

@@ -97,9 +97,8 @@ def _frozen(
     ``bonus (B, L, H)`` is the weight of a token's own values, added after the norm (RWKV-7).
     """
     weight = None if norm.weight is None else call.parameter(norm.weight)
-    offset, own = None, None
-    if getattr(norm, "bias", None) is not None:
-        offset = call.parameter(norm.bias)
+    offset = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
+    own = None
     if bonus is not None:
         bonus = bonus.repeat_interleave(conv.output.shape[-1] // bonus.shape[-1], -1)
     if type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False):
