@@ -65,7 +65,7 @@ class MixerSupport:
             return self.problem
         if not self.neighbor_share:
             return f"{self.error:.0e}"
-        share = f"up to {self.neighbor_share:.0%} is read from neighbors before the scan"
+        share = f"up to {max(self.neighbor_share, 0.01):.0%} is read from neighbors before the scan"
         return f"{self.error:.0e}; {share}"
 
     @property

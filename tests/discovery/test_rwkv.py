@@ -1,5 +1,7 @@
 """RWKV's own code, which no adapter knows: flat kernels are proven, its mixers measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import wild
@@ -149,6 +151,8 @@ def test_a_token_shift_before_the_scan_is_said(time_mix):
     assert all(mixer.known == "measured" and mixer.error < 1e-5 for mixer in found.mixers)
     assert all(0.05 < mixer.neighbor_share < 0.95 for mixer in found.mixers)
     assert "is read from neighbors before the scan" in str(found)
+    hardly = replace(found.mixers[0], neighbor_share=1e-4)
+    assert "up to 1% is read from neighbors" in hardly.finding
 
 
 def test_the_share_of_neighbors_is_that_of_the_values_weights():
