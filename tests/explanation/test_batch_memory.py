@@ -16,7 +16,7 @@ from captum_ssm import ExplainBatches, InputError, explain_dataset
 from captum_ssm.explanation import ExplainedDataset
 from captum_ssm.explanation.make import together
 from captum_ssm.explanation.make.dataset import budget
-from captum_ssm.explanation.make.dataset.budget import RowCost, limit_of, memory_of
+from captum_ssm.explanation.make.dataset.budget import RowCost, capacity_of, limit_of
 from captum_ssm.explanation.make.relevance import batches as batches_module
 from captum_ssm.explanation.make.relevance import rows as rows_module
 from captum_ssm.explanation.make.relevance.batches import BatchLimit, batch_limit, batches
@@ -195,14 +195,14 @@ def test_a_budget_is_a_number_of_bytes(memory, tmp_path):
 
 
 def test_a_container_may_use_what_it_is_allowed(tmp_path, monkeypatch):
-    whole = memory_of(torch.device("cpu"))
+    whole = capacity_of(torch.device("cpu"))
     assert whole > 1 << 28
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(budget, "CGROUPS", (str(limit), str(tmp_path / "none")))
     limit.write_text("134217728\n")
-    assert memory_of(torch.device("cpu")) == 1 << 27
+    assert capacity_of(torch.device("cpu")) == 1 << 27
     limit.write_text("max\n")
-    assert memory_of(torch.device("cpu")) >= whole
+    assert capacity_of(torch.device("cpu")) >= whole
 
 
 def limited(folder: Path) -> None:

@@ -16,12 +16,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.generate import Generation, written
 from captum_ssm.explanation.make.questions.asked import Answerable
 from captum_ssm.explanation.make.questions.base import Setup, Steps
-from captum_ssm.explanation.make.relevance.batches import (
-    BatchLimit,
-    batch_limit,
-    batches,
-    current_limit,
-)
+from captum_ssm.explanation.make.relevance.batches import batch_limit, batches, current_limit
 from captum_ssm.utils.memory import is_lack_of_memory
 from captum_ssm.utils.progress import Bar
 
@@ -46,7 +41,9 @@ def answered(
         for start in range(0, len(order), SIDE_BY_SIDE):
             places = order[start : start + SIDE_BY_SIDE]
             steps = [_example(setup, asked[k], writing) for k in places]
-            yield from zip(places, _side_by_side(steps, limit), strict=True)
+            with batch_limit(limit):
+                outcomes = _side_by_side(steps)
+            yield from zip(places, outcomes, strict=True)
             bar.advance(len(places))
 
 
@@ -55,7 +52,7 @@ def _example(setup: Setup, question: Any, writing: Generation | None) -> Steps[E
     return (yield from question.answer(setup))
 
 
-def _side_by_side(questions: Sequence[Steps[Example]], limit: BatchLimit) -> list[Outcome]:
+def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
     ended: dict[int, Outcome] = {}
     needed: dict[int, Any] = {}  # by question: its next step
 
@@ -76,21 +73,20 @@ def _side_by_side(questions: Sequence[Steps[Example]], limit: BatchLimit) -> lis
         steps = {k: step for k, step in needed.items() if type(step) is kind}
         for k in steps:
             del needed[k]
-        for k, result in zip(steps, _each(list(steps.values()), limit), strict=True):
+        for k, result in zip(steps, _each(list(steps.values())), strict=True):
             go_on(k, result)
     return [ended[k] for k in range(len(questions))]
 
 
-def _each(steps: Sequence[Any], limit: BatchLimit) -> list[Any]:
+def _each(steps: Sequence[Any]) -> list[Any]:
     # What each step of one kind needs, or its error.
     found: dict[int, Any] = {}
-    with batch_limit(limit):
-        for places in batches(steps):
-            found |= zip(places, _batch([steps[k] for k in places], limit), strict=True)
+    for places in batches(steps):
+        found |= zip(places, _batch([steps[k] for k in places]), strict=True)
     return [found[k] for k in range(len(steps))]
 
 
-def _batch(steps: Sequence[Any], limit: BatchLimit) -> list[Any]:
+def _batch(steps: Sequence[Any]) -> list[Any]:
     try:
         results: list[Any] = steps[0].together(steps)
         return results
@@ -98,6 +94,6 @@ def _batch(steps: Sequence[Any], limit: BatchLimit) -> list[Any]:
         if len(steps) == 1:
             return [error]
         if is_lack_of_memory(error):
-            limit.was_exceeded(steps)
+            current_limit().was_exceeded(steps)
     middle = len(steps) // 2
-    return _batch(steps[:middle], limit) + _batch(steps[middle:], limit)
+    return _batch(steps[:middle]) + _batch(steps[middle:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.dataset.rows import RowReader
 from captum_ssm.explanation.make.dataset.sources import attempt
 from captum_ssm.explanation.make.many import Explainer, InputRow
-from captum_ssm.explanation.make.relevance.batches import Batched, BatchLimit, Room, batch_limit
+from captum_ssm.explanation.make.relevance.batches import BatchLimit, Room, batch_limit
 from captum_ssm.explanation.make.relevance.run import OneInput
 from captum_ssm.metrics.evaluation import seeded
 from captum_ssm.utils.peak import PeakMemory
@@ -103,21 +103,21 @@ def measured(
         warnings.simplefilter("ignore")  # rows warn again when they are explained
         for _ in range(2):  # first runs also make what is kept for others, and do not count
             ends = [
-                next(_taken(explainer, [asked[k] for k in some[:TRIED]]), None)
-                for some in (order, order[::-1])
+                _taken(explainer, [asked[k] for k in some[:TRIED]]) for some in (order, order[::-1])
             ]
-    memory = memory or memory_of(_device(model)) // 4
+    memory = memory or capacity_of(_device(model)) // 4
     return {"memory": memory, "measured": sorted(dict(filter(None, ends)).items())}
 
 
-def _taken(explainer: Explainer, rows: Sequence[InputRow]) -> Iterator[tuple[int, int]]:
-    # Sizes and bytes of the rows that can be explained.
+def _taken(explainer: Explainer, rows: Sequence[InputRow]) -> tuple[int, int] | None:
+    # The size and the bytes of the first row that can be explained.
     for row in rows:
         limit = _Single()
         with batch_limit(limit), PeakMemory(_tensors(explainer.setup.model)) as memory:
             (outcome,) = explainer([row])
         if not isinstance(outcome, Exception):
-            yield limit.largest, memory.peak
+            return limit.largest, memory.peak
+    return None
 
 
 class _Single(BatchLimit):
@@ -128,9 +128,6 @@ class _Single(BatchLimit):
         self.largest = max(self.largest, size)
         return 1
 
-    def was_exceeded(self, several: Sequence[Batched]) -> None:
-        pass
-
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
@@ -140,7 +137,7 @@ def _device(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in _tensors(model)), torch.device("cpu"))
 
 
-def memory_of(device: torch.device) -> int:
+def capacity_of(device: torch.device) -> int:
     """The bytes that a device has, or that this process may use of them."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

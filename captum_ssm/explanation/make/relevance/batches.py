@@ -95,19 +95,16 @@ def batches(items: Sequence[Batched], most: int | None = None) -> Iterator[list[
     groups: dict[tuple[Any, ...], list[int]] = {}
     for k, item in enumerate(items):
         groups.setdefault(item.group, []).append(k)
+    limit = current_limit()
     for places in groups.values():
-        while places:
-            count = _first_batch([items[k].of for k in places], most)
-            yield places[:count]
-            places = places[count:]
-
-
-def _first_batch(inputs: Sequence[OneInput], most: int | None) -> int:
-    # How many of the inputs, from the first on, are computed together.
-    limit, longest = current_limit(), 0
-    for count, one in enumerate(inputs):
-        longest = max(longest, one.size)
-        allowed = limit.most(one, longest) if most is None else one.run.most(most)
-        if count and count >= allowed:
-            return count
-    return len(inputs)
+        batch: list[int] = []
+        longest = 0
+        for k in places:
+            one = items[k].of
+            longest = max(longest, one.size)
+            allowed = limit.most(one, longest) if most is None else one.run.most(most)
+            if batch and len(batch) >= allowed:
+                yield batch
+                batch, longest = [], one.size
+            batch.append(k)
+        yield batch
