@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm.utils.nested import tensors_in
+from captum_ssm.utils.peak import PeakMemory, storage_of
 
 # Bytes of a tensor, its storage and its graph's nodes: more than its numbers in a loop of tokens.
 OBJECTS = 2048
@@ -40,18 +38,19 @@ def measured(
 
     A token axis has ``tokens`` entries, of a sequence that is ``stretch`` times longer.
     """
-    ignored = {_storage(t) for t in owned}
+    owned = list(owned)
     # Metered too: attention runs by other operations then, which are looked at anew.
-    with _Meter(ignored, tokens, stretch):
+    with _Meter(owned, tokens, stretch):
         call()
-    with _Meter(ignored, tokens, stretch) as meter:
+    with _Meter(owned, tokens, stretch) as meter:
         result = call()
-    tensors = {_storage(t): t for t in tensors_in(result)}
-    sizes = [meter.sizes(t, t.nbytes) for t in tensors.values()]
+    tensors = {storage_of(t): t for t in tensors_in(result)}
+    sizes = [meter.stretched(t, t.nbytes) for t in tensors.values()]
     returned = sum(size for size, _ in sizes), sum(stretched for _, stretched in sizes)
     start = _now()
     call()
-    return Measurement((meter.peak[0], meter.peak[1]), returned, _now() - start)
+    here, whole = meter.most or (0.0, 0.0)
+    return Measurement((here, whole), returned, _now() - start)
 
 
 def _now() -> float:
@@ -60,48 +59,20 @@ def _now() -> float:
     return perf_counter()
 
 
-class _Meter(TorchDispatchMode):
-    # The bytes of the storages that operations returned and that are still there, as they are and
-    # as for the whole sequence. What a kernel allocates for itself and frees before it returns is
-    # not seen.
-    def __init__(self, ignored: set[int | None], tokens: int, stretch: float) -> None:
-        super().__init__()
-        self._live: dict[int, Any] = {}
-        self._ignored, self._tokens, self._stretch = ignored, tokens, stretch
-        self.now, self.peak = [0.0, 0.0], [0.0, 0.0]
+class _Meter(PeakMemory):
+    # Bytes as they are, and as for the whole sequence.
+    def __init__(self, owned: Iterable[Tensor], tokens: int, stretch: float) -> None:
+        super().__init__(owned)
+        self._tokens, self._stretch = tokens, stretch
 
-    def sizes(self, value: Tensor, count: int) -> tuple[float, float]:
+    def stretched(self, value: Tensor, count: int) -> tuple[float, float]:
         is_map = sum(axis == self._tokens for axis in value.shape) > 1
         return count, count * (self._stretch if is_map else 1)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tensors_in(result):
-            self._see(value)
-        return result
-
-    def _see(self, value: Tensor) -> None:
-        key = _storage(value)
-        if key is None or key in self._live or key in self._ignored or value.is_meta:
-            return
-        storage = value.untyped_storage()
+    def sizes(self, value: Tensor, count: int) -> tuple[float, float]:
         objects = OBJECTS * (value.device.type == "cpu")
-        sizes = [size + objects for size in self.sizes(value, storage.nbytes())]
-        self._live[key] = weakref.ref(storage, lambda _: self._gone(key, sizes))
-        for i, size in enumerate(sizes):
-            self.now[i] += size
-            self.peak[i] = max(self.peak[i], self.now[i])
-
-    def _gone(self, key: int, sizes: list[float]) -> None:
-        del self._live[key]
-        for i, size in enumerate(sizes):
-            self.now[i] -= size
-
-
-def _storage(value: Tensor) -> int | None:
-    with suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
-        return value.untyped_storage()._cdata
-    return None
+        here, whole = self.stretched(value, count)
+        return here + objects, whole + objects
 
 
 def fitted(lengths: Sequence[int], values: Sequence[float], length: int) -> tuple[float, float]:

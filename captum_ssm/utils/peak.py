@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from captum_ssm.utils.nested import tensors_in
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside, and how many there were at most.
+    """Counts the bytes of the storages that operations return inside, as long as they are there.
 
-    On every device, and the same number in every run: it does not ask an allocator. What kernels
-    work in is not counted.
+    On every device, and the same number in every run: it does not ask an allocator. What a kernel
+    allocates for itself and frees before it returns is not seen.
 
     Args:
-        known (iterable of Tensor): those that were there before, such as a model's parameters.
+        owned (iterable of Tensor): those that are not counted, such as a model's parameters.
 
     Attributes:
-        peak (int): bytes.
+        most (list of float): the most bytes at a time, for each of :meth:`sizes`.
 
     Examples::
 
@@ -32,34 +34,45 @@ class PeakMemory(TorchDispatchMode):
         2048
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, owned: Iterable[Tensor]) -> None:
         super().__init__()
-        self.peak = self._live = 0
-        self._seen = {id(one): one for one in (tensor.untyped_storage() for tensor in known)}
-        self._made: dict[int, weakref.finalize[..., Any]] = {}
+        self._ignored = {storage_of(tensor) for tensor in owned}
+        self._live: dict[int, Any] = {}
+        self._now: list[float] = []
+        self.most: list[float] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    @property
+    def peak(self) -> int:
+        """The most bytes at a time."""
+        return int(self.most[0]) if self.most else 0
+
+    def sizes(self, value: Tensor, count: int) -> Sequence[float]:
+        """What counts for a tensor whose storage has so many bytes: one number or several."""
+        return (count,)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if type(made) is Tensor:
-                self._count(made)
+        for value in tensors_in(result):
+            self._see(value)
         return result
 
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self._seen or key in self._made or storage.device.type == "meta":
+    def _see(self, value: Tensor) -> None:
+        key = storage_of(value)
+        if key is None or key in self._live or key in self._ignored or value.is_meta:
             return
-        self._made[key] = weakref.finalize(storage, self._freed, key, size)
-        self._live += size
-        self.peak = max(self.peak, self._live)
+        storage = value.untyped_storage()
+        sizes = self.sizes(value, storage.nbytes())
+        self._live[key] = weakref.ref(storage, lambda _: self._gone(key, sizes))
+        self._now = [a + b for a, b in zip(self._now or [0.0] * len(sizes), sizes, strict=True)]
+        self.most = list(map(max, self._now, self.most or self._now))
 
-    def _freed(self, key: int, size: int) -> None:
-        del self._made[key]
-        self._live -= size
+    def _gone(self, key: int, sizes: Sequence[float]) -> None:
+        del self._live[key]
+        self._now = [a - b for a, b in zip(self._now, sizes, strict=True)]
+
+
+def storage_of(value: Tensor) -> int | None:
+    """What tells a tensor's storage from others; None for one without, such as a sparse one."""
+    with suppress(NotImplementedError, RuntimeError):
+        return value.untyped_storage()._cdata
+    return None
