@@ -47,9 +47,9 @@ def measured(
     tensors = {storage_of(t): t for t in tensors_in(result)}
     sizes = [meter.stretched(t, t.nbytes) for t in tensors.values()]
     returned = sum(size for size, _ in sizes), sum(stretched for _, stretched in sizes)
+    here, whole = meter.most or (0.0, 0.0)
     start = _now()
     call()
-    here, whole = meter.most or (0.0, 0.0)
     return Measurement((here, whole), returned, _now() - start)
 
 
