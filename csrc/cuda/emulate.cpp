@@ -336,10 +336,16 @@ void check_gradient(const Case<T>& c) {
   std::vector<T> of_A(A.size()), of_B(B.size()), of_C(C.size());
   Maps<T> maps = c.maps();
   maps.conv = nullptr;
-  Gradient<T> r{maps,        c.input.data(), grad.data(), of_v.data(), of_dt.data(), of_right.data(),
-                of_A.data(), of_B.data(),    of_C.data(), of_left.data(), nullptr};
-  std::vector<T> checkpoints(batch * r.stretches() * kStates * D, T(NAN));
-  r.checkpoints = checkpoints.data();
+  Run<T> forward{maps, false, false, c.input.data(), nullptr, nullptr, nullptr, nullptr};
+  Run<T> backward{maps, true, false, grad.data(), nullptr, nullptr, nullptr, nullptr};
+  std::vector<T> starts[2], elapsed[2];
+  for (Run<T>* r : {&forward, &backward}) {
+    std::vector<T>&s = starts[r->backward], &e = elapsed[r->backward];
+    s.assign(batch * maps.chunks() * N * D, T(NAN)), e.assign(batch * maps.chunks() * D, T(NAN));
+    r->state = s.data(), r->elapsed = e.data();
+  }
+  Gradient<T> r{forward,         backward,    of_v.data(), of_dt.data(),  of_right.data(),
+                of_A.data(), of_B.data(), of_C.data(), of_left.data()};
   gradient(r, nullptr);
   compare("of v", c.sizes(), of_v, v);
   compare("of dt", c.sizes(), of_dt, dt);
@@ -470,8 +476,16 @@ void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool
       }
   std::vector<T> g_v(v.size()), g_q(q.size()), g_k(q.size()), g_e(q.size()), g_r(q.size());
   std::vector<T> g_a(a.size()), g_u(u.size());
-  HeadsGradient<T> of_all{heads,      P,          of(v, P),   of(w, P),   g_v.data(), g_q.data(),
-                          g_k.data(), g_a.data(), g_e.data(), g_r.data(), g_u.data(), nullptr};
+  HeadsRun<T> values{heads, P, false, of(v, P), nullptr, nullptr, nullptr};
+  HeadsRun<T> of_outputs{heads, P, true, of(w, P), nullptr, nullptr, nullptr};
+  std::vector<T> starts[2], elapsed[2];
+  for (HeadsRun<T>* run_ : {&values, &of_outputs}) {
+    std::vector<T>&s = starts[run_->backward], &e = elapsed[run_->backward];
+    s.assign(run_->states(), T(NAN)), e.assign(run_->sums(), T(NAN));
+    run_->state = s.data(), run_->elapsed = e.data();
+  }
+  HeadsGradient<T> of_all{values,     of_outputs, g_v.data(), g_q.data(), g_k.data(),
+                          g_a.data(), g_e.data(), g_r.data(), g_u.data(), nullptr};
   std::vector<T> checkpoints(of_all.states(), T(NAN));
   of_all.checkpoints = checkpoints.data();
   gradient(of_all, nullptr);
@@ -550,12 +564,15 @@ int main() {
   check_gradient(Case<float>(1, 1, 1, 1, 1, 0, false));
   check_gradient(Case<double>(2, 65, 4, 18, 2, 0, true));
   check_gradient(Case<float>(1, 40, 150, 2, 2, 0, true));
+  check_gradient(Case<float>(1, 100, 64, 17, 2, 0, true));  // channels of a warp that share a group
   check_heads<float>(1, 1, 1, 1, 1, false, false, false);
   check_heads<double>(2, 150, 2, 5, 3, true, false, true);
   check_heads<double>(1, 40, 1, 33, 2, true, true, false);
   check_heads<float>(1, 40, 3, 4, 1, false, true, true);
   check_heads<double>(1, 20, 1, 200, 1, true, true, false);
   check_heads<float>(1, 260, 1, 3, 2, false, false, false);
+  check_heads<float>(1, 140, 2, 60, 8, true, false, false);  // columns of a warp that share a head
+  check_heads<float>(1, 40, 2, 100, 4, false, true, false);
   check_taps<float>(2, 2, 4, 11, 150, 150, 4, true);
   check_taps<double>(1, 3, 3, 3, 20, 7, 30, false);
   std::printf(failures ? "%d comparisons failed\n" : "all agree\n", failures);

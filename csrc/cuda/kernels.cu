@@ -1,5 +1,5 @@
-// The operations of captum_ssm on CUDA tensors: see csrc/cpu/. Experimental: compiled, and checked on
-// the host by emulate.cpp, but not run on a GPU yet.
+// The operations of captum_ssm on CUDA tensors: see csrc/cpu/. emulate.cpp checks the kernels on the
+// host.
 
 #include <Python.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -38,31 +38,47 @@ cudaStream_t stream_of(const Tensor& x) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// A run's starting states, which it needs where there are several chunks.
+struct Starts {
+  Tensor state, elapsed;
+
+  Starts(const Tensor& like, bool needed, int64_t states, int64_t sums)
+      : state(torch::stable::new_empty(like, {needed ? states : 0})),
+        elapsed(torch::stable::new_empty(like, {needed ? sums : 0})) {}
+
+  static Starts of(const DiagonalArguments& a) {
+    const int64_t chunks = (a.L + gpu::kChunk - 1) / gpu::kChunk, D = a.batch * chunks * a.D;
+    return {a.dt, chunks > 1, D * a.N, D};
+  }
+  template <class T>
+  static Starts of(const Tensor& like, const gpu::HeadsRun<T>& r) {
+    return {like, r.chunks() > 1, r.states(), r.sums()};
+  }
+  template <class R>
+  void give(R& r) {
+    using T = std::remove_pointer_t<decltype(r.state)>;
+    r.state = state.mutable_data_ptr<T>(), r.elapsed = elapsed.mutable_data_ptr<T>();
+  }
+};
+
 Tensor recurrence(const DiagonalArguments& a, bool backward, const Tensor& input, bool mean) {
   torch::stable::accelerator::DeviceGuard guard(a.dt.get_device_index());
-  const int64_t batch = a.batch, L = a.L, D = a.D, N = a.N;
+  const int64_t batch = a.batch, L = a.L, D = a.D;
   const bool shared = input.dim() == 2;
   STD_TORCH_CHECK(input.numel() == batch * L * (shared ? 1 : D),
                   "captum_ssm: the values must have the shape of dt");
   const Tensor out = mean ? torch::stable::new_empty(a.dt, {batch, L})
                           : torch::stable::new_empty(a.dt, {batch, L, D});
   if (batch == 0) return out;
-  const int64_t chunks = (L + gpu::kChunk - 1) / gpu::kChunk;
-  const Tensor state = torch::stable::new_empty(a.dt, {chunks > 1 ? batch * chunks * N * D : 0});
-  const Tensor elapsed = torch::stable::new_empty(a.dt, {chunks > 1 ? batch * chunks * D : 0});
+  Starts starts = Starts::of(a);
   const Tensor partial =
       torch::stable::new_empty(a.dt, {mean ? gpu::channel_blocks(D) * batch * L : 0});
   dispatch(a.dt, [&](auto zero) {
     using T = decltype(zero);
     T* p = out.mutable_data_ptr<T>();
-    const gpu::Run<T> r{maps<T>(a),
-                        backward,
-                        shared,
-                        input.const_data_ptr<T>(),
-                        mean ? nullptr : p,
-                        mean ? partial.mutable_data_ptr<T>() : nullptr,
-                        state.mutable_data_ptr<T>(),
-                        elapsed.mutable_data_ptr<T>()};
+    T* const sums = mean ? partial.mutable_data_ptr<T>() : nullptr;
+    gpu::Run<T> r{maps<T>(a), backward, shared, input.const_data_ptr<T>(), mean ? nullptr : p, sums};
+    starts.give(r);
     STD_CUDA_CHECK(gpu::run<T>(r, mean ? p : nullptr, stream_of(a.dt)));
   });
   return out;
@@ -91,13 +107,19 @@ SevenTensors diagonal_scan_backward(
   if (a.batch > 0)
     dispatch(a.dt, [&](auto zero) {
       using T = decltype(zero);
-      gpu::Gradient<T> r{maps<T>(a),        in.const_data_ptr<T>(),  out.const_data_ptr<T>(),
-                         if_wanted<T>(of_v), if_wanted<T>(of_dt),     if_wanted<T>(of_right),
-                         if_wanted<T>(of_A), if_wanted<T>(of_B),      if_wanted<T>(of_C),
-                         if_wanted<T>(of_left), nullptr};
-      const Tensor checkpoints =
-          torch::stable::new_empty(a.dt, {a.batch * r.stretches() * gpu::kStates * a.D});
-      r.checkpoints = checkpoints.mutable_data_ptr<T>();
+      gpu::Run<T> values{maps<T>(a), false, false, in.const_data_ptr<T>()};
+      gpu::Run<T> gradient{maps<T>(a), true, false, out.const_data_ptr<T>()};
+      Starts of_values = Starts::of(a), of_gradient = Starts::of(a);
+      of_values.give(values), of_gradient.give(gradient);
+      const gpu::Gradient<T> r{values,
+                               gradient,
+                               if_wanted<T>(of_v),
+                               if_wanted<T>(of_dt),
+                               if_wanted<T>(of_right),
+                               if_wanted<T>(of_A),
+                               if_wanted<T>(of_B),
+                               if_wanted<T>(of_C),
+                               if_wanted<T>(of_left)};
       STD_CUDA_CHECK(gpu::gradient<T>(r, stream_of(a.dt)));
     });
   return {of_v, of_dt, of_right, of_A, of_B, of_C, of_left};
@@ -181,10 +203,8 @@ Tensor run(const HeadArguments& a, bool backward, const Tensor& given) {
   dispatch(a.query, [&](auto zero) {
     using T = decltype(zero);
     gpu::HeadsRun<T> r{heads<T>(a), P, backward, rows_of<T>(input), out.mutable_data_ptr<T>()};
-    const bool divided = r.chunks() > 1;
-    const Tensor state = torch::stable::new_empty(a.query, {divided ? r.states() : 0});
-    const Tensor elapsed = torch::stable::new_empty(a.query, {divided ? r.sums() : 0});
-    r.state = state.mutable_data_ptr<T>(), r.elapsed = elapsed.mutable_data_ptr<T>();
+    Starts starts = Starts::of(a.query, r);
+    starts.give(r);
     STD_CUDA_CHECK(gpu::run<T>(r, stream_of(a.query)));
   });
   return out;
@@ -213,12 +233,20 @@ SevenTensors linear_attention_scan_backward(
   if (in.numel() > 0)
     dispatch(a.query, [&](auto zero) {
       using T = decltype(zero);
-      gpu::HeadsGradient<T> r{heads<T>(a),           in.size(3),
-                              rows_of<T>(in),        rows_of<T>(output),
-                              if_wanted<T>(of_v),    if_wanted<T>(of_query),
-                              if_wanted<T>(of_key),  if_wanted<T>(of_log_decay),
-                              if_wanted<T>(of_erase), if_wanted<T>(of_probe),
-                              if_wanted<T>(of_bonus), nullptr};
+      gpu::HeadsRun<T> values{heads<T>(a), in.size(3), false, rows_of<T>(in)};
+      gpu::HeadsRun<T> gradient{heads<T>(a), in.size(3), true, rows_of<T>(output)};
+      Starts of_values = Starts::of(a.query, values), of_gradient = Starts::of(a.query, gradient);
+      of_values.give(values), of_gradient.give(gradient);
+      gpu::HeadsGradient<T> r{values,
+                              gradient,
+                              if_wanted<T>(of_v),
+                              if_wanted<T>(of_query),
+                              if_wanted<T>(of_key),
+                              if_wanted<T>(of_log_decay),
+                              if_wanted<T>(of_erase),
+                              if_wanted<T>(of_probe),
+                              if_wanted<T>(of_bonus),
+                              nullptr};
       const Tensor checkpoints = torch::stable::new_empty(a.query, {r.states()});
       r.checkpoints = checkpoints.mutable_data_ptr<T>();
       STD_CUDA_CHECK(gpu::gradient<T>(r, stream_of(a.query)));

@@ -46,13 +46,16 @@ struct HeadsRun {
   __host__ __device__ int64_t chunks() const {
     return heads.erase.data ? 1 : (heads.L + kHeadChunk - 1) / kHeadChunk;
   }
+  // The first step of a chunk. Both directions have the same chunks of positions, so the first one
+  // backwards may be shorter.
+  __device__ int64_t start(int64_t c) const {
+    if (backward) return c ? heads.L - (chunks() - c) * kHeadChunk : 0;
+    return c < chunks() ? c * kHeadChunk : heads.L;
+  }
   __host__ __device__ int64_t decays() const { return heads.per_key ? heads.N : 1; }
   int64_t states() const { return columns() * chunks() * heads.N; }
   int64_t sums() const { return heads.batch * heads.H * chunks() * decays(); }
 };
-
-__device__ inline float exponential_minus_one(float x) { return expm1f(x); }
-__device__ inline double exponential_minus_one(double x) { return expm1(x); }
 
 // The sum over the lanes of a column, in each of them.
 template <int lanes, class T>
@@ -65,7 +68,8 @@ __device__ T sum_of_lanes(T x) {
 // The part of a lane: states lane, lane + lanes, ... of one column of one head.
 template <int lanes>
 struct Place {
-  int64_t column, b, h, p, lane;
+  int64_t column, b, h, p;
+  int lane;
   bool valid;  // lanes beyond the last column run along with it, and write nothing
 
   template <class T>
@@ -79,62 +83,118 @@ struct Place {
   }
 };
 
+// A lane's part of one row of keys, zero beyond the last one. No branch: all loads are under way at
+// once.
+template <int lanes, int S, class T>
+__device__ void load_keys(const Place<lanes>& at, const Rows<T>& rows, int64_t t, int N,
+                          T (&to)[S]) {
+  const T* const row = rows.at(at.b, t, at.h);
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    const int n = i * lanes + at.lane;
+    to[i] = n < N ? row[n] : T(0);
+  }
+}
+
+// A lane's part of the log decays of one token, not below the lowest.
+template <int lanes, int S, class T>
+__device__ void load_log_decays(const Place<lanes>& at, const Heads<T>& m, int64_t t, T (&to)[S]) {
+  if (m.per_key) {
+    load_keys(at, m.log_decay, t, int(m.N), to);
+  } else {
+    const T of_head = *m.log_decay.at(at.b, t, at.h);
+#pragma unroll
+    for (int i = 0; i < S; ++i) to[i] = of_head;
+  }
+#pragma unroll
+  for (int i = 0; i < S; ++i)
+    to[i] = to[i] < T(kLowestLogDecay) ? T(kLowestLogDecay) : to[i];
+}
+
+// What states lose in one token: exp(log decay) - 1.
+template <int S, class T>
+__device__ void lost_by(const T (&log_decay)[S], bool per_key, T (&lost)[S]) {
+  lost[0] = exponential_minus_one(log_decay[0]);
+#pragma unroll
+  for (int i = 1; i < S; ++i) lost[i] = per_key ? exponential_minus_one(log_decay[i]) : lost[0];
+}
+
+// A lane's part of one token. Forwards values enter by k, are read by q, found by r, and what was
+// found is taken by e; backwards the opposite.
+template <int lanes, int S, class T>
+struct Token {
+  T enter[S], read[S], find[S], take[S], log_decay[S], x, bonus;
+
+  template <class Input>
+  __device__ void load(const Heads<T>& m, const Place<lanes>& at, bool backward, int64_t t,
+                       const Input& input) {
+    const int N = int(m.N);
+    load_keys(at, backward ? m.query : m.key, t, N, enter);
+    load_keys(at, backward ? m.key : m.query, t, N, read);
+    if (m.erase.data) {
+      load_keys(at, backward ? m.erase : m.probe, t, N, find);
+      load_keys(at, backward ? m.probe : m.erase, t, N, take);
+    }
+    load_log_decays(at, m, t, log_decay);
+    x = input(t);
+    bonus = m.bonus.data ? *m.bonus.at(at.b, t, at.h) : T(0);
+  }
+};
+
 // Runs steps [first, last): input(position) is what enters, emit(position, output) is called for
 // every step. Adds up the log decays where `elapsed`.
 template <int lanes, int S, class T, class Input, class Emit>
 __device__ void run_head(const Heads<T>& m, const Place<lanes>& at, bool backward, int64_t first,
                          int64_t last, T (&s)[S], double* elapsed, const Input& input,
                          const Emit& emit) {
+  using One = Token<lanes, S, T>;
   const bool delta = m.erase.data, bonus = m.bonus.data;
-  for (int64_t step = first; step < last; ++step) {
-    const int64_t t = backward ? m.L - 1 - step : step;
-    const T* q = m.query.at(at.b, t, at.h);
-    const T* k = m.key.at(at.b, t, at.h);
-    const T* a = m.log_decay.at(at.b, t, at.h);
-    const T x = input(t);
-    // Forwards values enter by k, are read by q and found by r; backwards the opposite.
-    const T* enter = backward ? q : k;
-    const T* read = backward ? k : q;
-    const T* find = delta ? (backward ? m.erase : m.probe).at(at.b, t, at.h) : nullptr;
-    const T* take = delta ? (backward ? m.probe : m.erase).at(at.b, t, at.h) : nullptr;
-    auto decay = [&](int64_t n) {
-      return a[n] < T(kLowestLogDecay) ? T(kLowestLogDecay) : a[n];
-    };
-    const T of_head = decay(0), lost_by_head = exponential_minus_one(of_head);
+  auto position = [&](int64_t step) { return backward ? m.L - 1 - step : step; };
+  auto load = [&](int64_t step, One& to) {
+    to.load(m, at, backward, position(step < last ? step : last - 1), input);
+  };
+  auto run = [&](int64_t step, const One& token) {
     T y = 0, found = 0, lost[S];
+    lost_by(token.log_decay, m.per_key, lost);
+    const bool at_once = backward && !bonus;  // what enters is read by this token
+    const T early = at_once ? token.x : T(0), late = at_once ? T(0) : token.x;
 #pragma unroll
     for (int i = 0; i < S; ++i) {
-      const int64_t n = i * lanes + at.lane;
-      lost[i] = lost_by_head;
-      if (n >= m.N) continue;
-      const T log_decay = m.per_key ? decay(n) : of_head;
-      if (m.per_key) lost[i] = exponential_minus_one(log_decay);
-      if (elapsed) elapsed[i] += log_decay;
+      if (elapsed) elapsed[i] += token.log_decay[i];
       if (backward) {
-        if (!bonus) s[i] += enter[n] * x;
-        y += read[n] * s[i];
+        s[i] += token.enter[i] * early;
+        y += token.read[i] * s[i];
       } else {
-        if (bonus) y += read[n] * s[i];
+        y += bonus ? token.read[i] * s[i] : T(0);
         s[i] += s[i] * lost[i];
       }
-      if (delta) found += find[n] * s[i];
+      if (delta) found += token.find[i] * s[i];
     }
     if (delta) found = sum_of_lanes<lanes>(found);
 #pragma unroll
     for (int i = 0; i < S; ++i) {
-      const int64_t n = i * lanes + at.lane;
-      if (n >= m.N) continue;
-      if (delta) s[i] -= take[n] * found;
-      if (backward) {
-        s[i] += s[i] * lost[i];
-        if (bonus) s[i] += enter[n] * x;
-      } else {
-        s[i] += enter[n] * x;
-        if (!bonus) y += read[n] * s[i];
-      }
+      if (delta) s[i] -= token.take[i] * found;
+      if (backward) s[i] += s[i] * lost[i];
+      s[i] += token.enter[i] * late;
+      if (!backward && !bonus) y += token.read[i] * s[i];
     }
     y = sum_of_lanes<lanes>(y);
-    emit(t, bonus ? y + *m.bonus.at(at.b, t, at.h) * x : y);
+    emit(position(step), bonus ? y + token.bonus * token.x : y);
+  };
+  // The next token is loaded while one is run, where registers hold both.
+  if constexpr (S * sizeof(T) <= 64) {
+    One even, odd;
+    if (first < last) load(first, even);
+    for (int64_t step = first; step < last; step += 2) {
+      load(step + 1, odd);
+      run(step, even);
+      if (step + 1 == last) break;
+      load(step + 2, even);
+      run(step + 1, odd);
+    }
+  } else {
+    One token;
+    for (int64_t step = first; step < last; ++step) load(step, token), run(step, token);
   }
 }
 
@@ -142,7 +202,9 @@ __device__ void run_head(const Heads<T>& m, const Place<lanes>& at, bool backwar
 template <class F>
 cudaError_t for_states(int64_t N, const F& f) {
   if (N <= 8 * 4) return f.template run<8, 4>();
+  if (N <= 8 * 8) return f.template run<8, 8>();
   if (N <= 8 * 16) return f.template run<8, 16>();
+  if (N <= 32 * 16) return f.template run<32, 16>();
   return f.template run<32, kMaxKeys / 32>();
 }
 
@@ -161,7 +223,7 @@ __global__ void head_chunk_states(HeadsRun<T> r) {
   T s[S] = {};
   double elapsed[S] = {};
   run_head(
-      m, at, r.backward, c * kHeadChunk, (c + 1) * kHeadChunk, s, elapsed,
+      m, at, r.backward, r.start(c), r.start(c + 1), s, elapsed,
       [&](int64_t t) { return r.input.at(at.b, t, at.h)[at.p]; }, [](int64_t, T) {});
   const int64_t head = at.b * m.H + at.h;
 #pragma unroll
@@ -182,11 +244,20 @@ __global__ void join_head_states(HeadsRun<T> r) {
   if (x >= r.columns() * N) return;
   const int64_t column = x / N, n = x % N, head = column / r.P;
   T* const state = r.state + column * r.chunks() * N + n;
-  T s = state[0] = 0;
-  for (int64_t c = 1; c < r.chunks(); ++c) {
-    const T elapsed = r.elapsed[(head * r.chunks() + c) * r.decays() + (r.heads.per_key ? n : 0)];
-    s = s * exponential(elapsed) + state[c * N];
-    state[c * N] = s;
+  const T* const elapsed = r.elapsed + head * r.chunks() * r.decays() + (r.heads.per_key ? n : 0);
+  join_chunks<T>(
+      r.chunks(), [&](int64_t c) { return elapsed[c * r.decays()]; },
+      [&](int64_t c) -> T& { return state[c * N]; });
+}
+
+// The states that a chunk starts with; there are zeros in them for the only one.
+template <int lanes, int S, class T>
+__device__ void load_start(const HeadsRun<T>& r, const Place<lanes>& at, int64_t c, T (&s)[S]) {
+  if (r.chunks() == 1) return;
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    const int64_t n = i * lanes + at.lane;
+    if (n < r.heads.N) s[i] = r.state[(at.column * r.chunks() + c) * r.heads.N + n];
   }
 }
 
@@ -195,22 +266,24 @@ template <class T, int lanes, int S>
 __global__ void head_chunk_outputs(HeadsRun<T> r) {
   const Heads<T>& m = r.heads;
   const Place<lanes> at(m, r.P);
-  const int64_t c = blockIdx.y, chunks = r.chunks(), first = c * kHeadChunk;
-  const int64_t last = c + 1 == chunks ? m.L : first + kHeadChunk;
+  const int64_t c = blockIdx.y;
   T s[S] = {};
-  if (chunks > 1) {
-#pragma unroll
-    for (int i = 0; i < S; ++i) {
-      const int64_t n = i * lanes + at.lane;
-      if (n < m.N) s[i] = r.state[(at.column * chunks + c) * m.N + n];
-    }
-  }
+  load_start(r, at, c, s);
   run_head(
-      m, at, r.backward, first, last, s, static_cast<double*>(nullptr),
+      m, at, r.backward, r.start(c), r.start(c + 1), s, static_cast<double*>(nullptr),
       [&](int64_t t) { return r.input.at(at.b, t, at.h)[at.p]; },
       [&](int64_t t, T y) {
         if (at.valid && at.lane == 0) r.output[((at.b * m.L + t) * m.H + at.h) * r.P + at.p] = y;
       });
+}
+
+// The chunks' starting states.
+template <int lanes, int S, class T>
+void find_head_starts(const HeadsRun<T>& r, cudaStream_t stream) {
+  const unsigned blocks = head_blocks(r.columns() * lanes), chunks = unsigned(r.chunks());
+  if (chunks == 1) return;
+  CAPTUM_SSM_LAUNCH((head_chunk_states<T, lanes, S>), dim3(blocks, chunks - 1), kThreads, stream, r);
+  CAPTUM_SSM_LAUNCH(join_head_states<T>, head_blocks(r.columns() * r.heads.N), kThreads, stream, r);
 }
 
 template <class T>
@@ -221,12 +294,7 @@ struct RunHeads {
   template <int lanes, int S>
   cudaError_t run() const {
     const unsigned blocks = head_blocks(r.columns() * lanes), chunks = unsigned(r.chunks());
-    if (chunks > 1) {
-      CAPTUM_SSM_LAUNCH((head_chunk_states<T, lanes, S>), dim3(blocks, chunks - 1), kThreads,
-                        stream, r);
-      CAPTUM_SSM_LAUNCH(join_head_states<T>, head_blocks(r.columns() * r.heads.N), kThreads, stream,
-                        r);
-    }
+    find_head_starts<lanes, S>(r, stream);
     CAPTUM_SSM_LAUNCH((head_chunk_outputs<T, lanes, S>), dim3(blocks, chunks), kThreads, stream, r);
     return cudaGetLastError();
   }
