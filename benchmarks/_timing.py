@@ -48,11 +48,18 @@ def turns(*functions: Callable[[], object], repeats: int = 5) -> list[list[float
     of them alike; ratios are more reliable than times.
     """
     taken: list[list[float]] = [[] for _ in functions]
+    on_gpu = torch.cuda.is_available()
+    for function in functions if on_gpu else ():
+        function()  # kernels are loaded, or compiled, by their first call
     for i in range(repeats):
         order = range(len(functions))
         for k in reversed(order) if i % 2 else order:
+            if on_gpu:
+                torch.cuda.synchronize()
             start = clock()
             functions[k]()
+            if on_gpu:
+                torch.cuda.synchronize()
             taken[k].append(clock() - start)
     return taken
 

@@ -354,7 +354,7 @@ def count_fla(only: list[str]) -> dict[str, Row]:
     for name in names_in("fla"):
         kind = next(getattr(module, name) for module in modules if hasattr(module, name))
         if not only or name in only:
-            report(name, found, lambda k=kind: (FlaModel(k), token_ids()), "fla")
+            report(name, found, lambda k=kind: (fla_model(k), token_ids()), "fla")
             row = found[name]
             if row["known"] in ("refused", "not run") and name in REASONS:
                 row["why"] = REASONS[name]
@@ -411,23 +411,33 @@ def token_ids() -> Tensor:
     return ids(2, 9)
 
 
-class FlaModel(nn.Module):
-    """One layer of fla in a residual stream."""
+def fla_model(kind: Any, **others: Any) -> OneLayer:
+    """A model of one layer of fla; ``others`` are sizes and options in the place of those here."""
+    own = FLA_OPTIONS.get(kind.__name__, {})
+    sizes = FLA_SIZES | own | others
+    taken = {*inspect.signature(kind.__init__).parameters, *own}
+    layer = kind(**{name: size for name, size in sizes.items() if name in taken})
+    return OneLayer(layer, sizes["hidden_size"])
 
-    def __init__(self, kind: Any) -> None:
+
+class OneLayer(nn.Module):
+    """One layer in a residual stream, with random weights."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
         super().__init__()
         from models import VOCABULARY, randomize
 
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.norm = nn.LayerNorm(32)
-        given = inspect.signature(kind.__init__).parameters
-        taken = inspect.signature(kind.forward).parameters
-        self.takes_mask = "attention_mask" in taken
-        options = {name: size for name, size in FLA_SIZES.items() if name in given}
-        self.layer = kind(**options | FLA_OPTIONS.get(kind.__name__, {}))
-        self.final_norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.norm = nn.LayerNorm(width)
+        self.takes_mask = "attention_mask" in inspect.signature(layer.forward).parameters
+        self.layer = layer
+        self.final_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
         randomize(self).eval()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens."""
+        return self.embedding
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits, (B, L, V)."""

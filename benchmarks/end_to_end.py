@@ -22,6 +22,9 @@ The two settings keep glibc from asking the kernel for new pages at every tensor
 which otherwise takes half of the time of both sides at such lengths. Gradients on long inputs:
 `--layers 24 --lengths 65536 --only lrp attribution --quadratic 65536 --fast-scan --memory
 --tolerance 1e-3 --repeats 1`.
+
+On a GPU, where the model runs mamba-ssm's kernels if they are installed: `--device cuda --layers 24
+--lengths 1024 4096 16384 --memory --output end_to_end_gpu.json`.
 """
 
 from __future__ import annotations
@@ -52,18 +55,18 @@ from captum_ssm import (
 )
 
 
-def model_of(layers: int) -> Any:
+def model_of(layers: int, device: str = "cpu") -> Any:
     """A model of mamba-130m's layer shape with random weights."""
     torch.manual_seed(0)
     config = transformers.MambaConfig(
         vocab_size=1000, hidden_size=768, num_hidden_layers=layers, state_size=16, use_cache=False
     )
-    return transformers.MambaForCausalLM(config).eval()
+    return transformers.MambaForCausalLM(config).eval().to(device)
 
 
 def check(model: Any) -> float:
     """Largest difference of a rollout's row from the product of matrices, of its largest entry."""
-    ids = torch.randint(1000, (1, 65), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1000, (1, 65), generator=torch.Generator().manual_seed(0)).to(model.device)
     rollout = MambaRollout(model)
     row, expected = rollout.attribute(ids), rollout.rollout(ids)[:, -1]
     difference = (row - expected).abs().max() / expected.abs().max()
@@ -92,13 +95,13 @@ def fast_scan(
 
 
 def sides(
-    layers: int, length: int, fast: bool = False, tolerance: float = 0
+    layers: int, length: int, fast: bool = False, tolerance: float = 0, device: str = "cpu"
 ) -> dict[str, Callable[[], Any]]:
     """What is measured; each takes the same tokens."""
-    model = model_of(layers)
+    model = model_of(layers, device)
     if fast:
         modeling_mamba.mamba_selective_scan = fast_scan
-    ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
 
     def forward() -> None:
         with torch.no_grad():
@@ -128,6 +131,17 @@ def sides(
 
 
 LINEAR = ("rollout", "unified_rollout")
+
+
+def peak(name: str, *own: Any) -> float:
+    """MiB of one side: of its own process, or on a GPU of what is allocated during the call."""
+    if own[-1] == "cpu":
+        return peak_mib(__file__, "sides", name, *own)
+    run = sides(*own)[name]
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() / 2**20
 
 
 def own_forward(layers: int, length: int) -> None:
@@ -170,18 +184,19 @@ def main() -> None:
     parser.add_argument("--own", type=float, help="seconds for transformers' own forward")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of each")
     parser.add_argument("--tolerance", type=float, default=0, help="of MambaAttribution's rows")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parsed(parser)
-    difference = check(model_of(args.layers))
+    difference = check(model_of(args.layers, args.device))
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
         # First: later this process holds what the other needs.
         own_s = within(args.layers, length, args.own) if args.own else {}
-        own = args.layers, length, args.fast_scan, args.tolerance
+        own = args.layers, length, args.fast_scan, args.tolerance, args.device
         runs = sides(*own)
         [base] = seconds(runs["forward"], repeats=args.repeats)
         row: dict[str, Any] = {"length": length, "layers": args.layers, "forward_s": base}
         row["scan"] = "captum_ssm" if args.fast_scan else "transformers"
-        idle = peak_mib(__file__, "sides", "forward", *own) if args.memory else 0
+        idle = peak("forward", *own) if args.memory else 0
         for name, run in runs.items():
             longest = args.backward if name == "forward_backward" else args.quadratic
             if name == "forward" or (length > longest and name not in LINEAR):
@@ -193,8 +208,7 @@ def main() -> None:
             # What the method adds, in forwards: it runs the model itself.
             row[f"{name}_extra_in_forwards"] = (total - base) / base
             if args.memory:
-                peak = peak_mib(__file__, "sides", name, *own)
-                row[f"{name}_extra_MiB"] = peak - idle
+                row[f"{name}_extra_MiB"] = peak(name, *own) - idle
         if own_s:
             row |= own_s
             for name in runs:

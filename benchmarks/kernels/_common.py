@@ -47,7 +47,8 @@ def mixer(coefficients: DiagonalCoefficients, seed: int = 1) -> DiagonalCoeffici
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The largest error relative to the largest entry."""
-    return float((actual.double() - expected.double()).abs().max() / expected.abs().max())
+    actual, expected = (x.detach().double().cpu() for x in (actual, expected))
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = 3e-6) -> float:
@@ -62,6 +63,7 @@ def arguments(description: str | None, name: str) -> argparse.Namespace:
     """The options of every script here; there have to be kernels to measure."""
     parser = _timing.options(description, name)
     parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--device", default="cpu", help="of operators.py. Default: cpu")
     args = _timing.parsed(parser)
     if not extension_loaded():
         raise SystemExit("the compiled kernels are not loaded: there is nothing to measure")

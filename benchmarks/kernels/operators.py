@@ -9,6 +9,7 @@ linear time against the same row through the matrix, and row, matvec and matrix 
 against the chunked PyTorch forms and, for matvec, the recurrence run token by token in PyTorch.
 
     python benchmarks/kernels/operators.py --cpu-time
+    python benchmarks/kernels/operators.py --device cuda --output operators_gpu.json
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from captum_ssm.operators import (
     TokenOperator,
     WeightsOperator,
 )
+from captum_ssm.utils.offload import moved
 
 
 def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
@@ -192,7 +194,7 @@ def in_torch(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
     """The recurrence as it is written down, one token at a time."""
     if isinstance(op, DiagonalOperator):
-        state = torch.zeros(*op.dt.shape[::2], op.A.shape[1])
+        state = v.new_zeros(*op.dt.shape[::2], op.A.shape[1])
         rows = []
         for t in range(op.length):
             write = (op.right[:, t] * v[:, t])[..., None] * op.B[:, t]
@@ -202,7 +204,7 @@ def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
     if isinstance(op, SubstepOperator):
         found = []
         for step, part in enumerate(v.chunk(op.steps, -1)):
-            spread = torch.zeros(op.batch, op.inner.length, op.inner.channels)
+            spread = v.new_zeros(op.batch, op.inner.length, op.inner.channels)
             spread[:, step :: op.steps] = part
             found.append(token_by_token(op.inner, spread)[:, op.steps - 1 :: op.steps])
         return torch.cat(found, -1)
@@ -218,7 +220,7 @@ def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
         return token_by_token(op.inner, v * op.right)
     assert isinstance(op, LinearAttentionOperator)
     x = v.unflatten(-1, (op.maps, op.width))
-    state = torch.zeros(op.batch, op.maps, op.query.shape[-1], op.width)
+    state = v.new_zeros(op.batch, op.maps, op.query.shape[-1], op.width)
     rows = []
     for t in range(op.length):
         before = state
@@ -241,12 +243,12 @@ def has_kernels(op: TokenOperator) -> bool:
     return any(has_kernels(part) for part in parts if part is not None)
 
 
-def measured(op: TokenOperator, name: str, repeats: int) -> dict[str, float]:
+def measured(op: TokenOperator, name: str, repeats: int, device: str) -> dict[str, float]:
     """Times of one operator, and relative to them those of the forms in PyTorch."""
-    query = torch.zeros(op.batch, op.length)
+    query = torch.zeros(op.batch, op.length, device=device)
     query[:, -1] = 1.0
     generator = torch.Generator().manual_seed(1)
-    v = torch.randn(op.batch, op.length, op.channels, generator=generator)
+    v = torch.randn(op.batch, op.length, op.channels, generator=generator).to(device)
     calls: dict[str, Callable[[], Tensor]] = {
         "row": lambda: op.rmatvec(query, "mean"),
         "matrix": lambda: op.matrix("mean"),
@@ -276,9 +278,11 @@ def main() -> None:
     rows = []
     for name, (make, naive, sizes, small) in KINDS.items():
         tiny = make(70, **{**sizes, **small})
-        check(name, tiny.matrix(), naive(tiny), 1e-5)
+        device = torch.device(args.device)
+        check(name, moved(tiny, device).matrix(), naive(tiny), 1e-5)
         for length in args.lengths or (1024, 2048):
-            found = measured(make(length, **sizes), name, args.repeats)
+            op = moved(make(length, **sizes), device)
+            found = measured(op, name, args.repeats, args.device)
             rows.append({"kind": name, "length": length, **found})
             print(rounded(rows[-1]))
     keep(args, rows)

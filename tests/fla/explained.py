@@ -35,10 +35,10 @@ def some_fast(names: list[str]) -> list[object]:
     return [n if n in FAST else pytest.param(n, marks=slow) for n in names]
 
 
-def build(name: str) -> census.FlaModel:
+def build(name: str) -> census.OneLayer:
     """A model of one layer, on fla's recurrences and naive forms: needs ``recurrences``."""
     modules = [m for path, m in sys.modules.items() if path.startswith("fla.layers.")]
-    return census.FlaModel(next(getattr(m, name) for m in modules if hasattr(m, name)))
+    return census.fla_model(next(getattr(m, name) for m in modules if hasattr(m, name)))
 
 
 @contextmanager
