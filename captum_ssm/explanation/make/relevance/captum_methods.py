@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
@@ -30,7 +30,7 @@ from captum_ssm.capture.model import input_embeddings
 from captum_ssm.explanation.make.relevance.removal import SPECIAL, Parts, Replacement, is_causal
 from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows
 from captum_ssm.explanation.make.relevance.run import Run
-from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.metrics.evaluation import seeded
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress
 from captum_ssm.utils.watch_modules import watch_modules
@@ -127,7 +127,7 @@ class CaptumRows:
 
     def _of(self, one: Asked, what: str) -> Rows:
         inputs, questions = one.inputs, one.questions
-        with torch.inference_mode(False), torch.enable_grad(), _own_random_numbers(inputs):
+        with torch.inference_mode(False), torch.enable_grad(), seeded(0):
             inputs, self._model = inputs.clone(), one.run
             if isinstance(self.inner, LayerAttribution):
                 return self._of_layer(inputs, questions, what)
@@ -330,15 +330,6 @@ def embedding_table(module: nn.Module) -> nn.Module:
 def _embedded(table: nn.Module, embeddings: Tensor) -> AbstractContextManager[None]:
     # The table returns these embeddings, whatever ids it is given.
     return watch_modules([table], after=lambda *_: embeddings)
-
-
-@contextmanager
-def _own_random_numbers(inputs: Tensor) -> Iterator[None]:
-    # Samples are the same in every call, and the process's own numbers go on as they were.
-    devices = [inputs.device] if inputs.is_cuda else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
-        yield
 
 
 def options_of(method: type[Attribution] | Attribution) -> list[str]:
