@@ -216,7 +216,7 @@ class RelevanceFlow(MambaLRP):
         against: Any = "others",
         position: Any = None,
     ) -> FeatureRelevance:
-        r"""The relevance of features of the residual stream, such as the latents of an SAE.
+        r"""The relevance of features of the residual stream or a state, such as an SAE's latents.
 
         With :math:`g_t` MambaLRP's coefficient at what the readout's layer returns, the relevance
         of feature f at token t is its value there, :math:`z_{tf}`, times :math:`g_t \cdot d_f`,
@@ -224,13 +224,32 @@ class RelevanceFlow(MambaLRP):
         the stream. To ask which features of one layer made a feature of a later one, make the
         method with the later readout in the model's place.
 
+        With ``side="state"`` the coefficient is that at the state of a mixer after token t,
+
+        .. math::
+            \Lambda_t = \sum_{i \ge t} g_i\, \partial y_i / \partial S_t
+
+        with g at what its recurrence returns, and features and rest add up to what all edges of the
+        mixer carry that pass over token t. Sums over tokens mean nothing there: what the state
+        keeps counts at each.
+
         Args:
             inputs, target, additional_forward_args, against, position: as for :meth:`edges`.
             readout (Readout): of the same model, with a decoder.
 
         Raises:
             ValueError, TypeError, UnsupportedModelError: as for :meth:`edges`, for a readout
-                without a decoder, or for a layer that the score does not read.
+                without a decoder, or for a layer that the score does not read, or without the
+                state that is asked for.
+            InputError: for a decoder without that state's shape.
+
+        Examples::
+
+            >>> atoms = torch.randn(3, 32, 4)
+            >>> mixer = "backbone.layers.0.mixer"
+            >>> readout = captum_ssm.Readout(model, mixer, atoms, decoder=atoms, side="state")
+            >>> RelevanceFlow(model).features(input_ids, 5, readout=readout).relevance.shape
+            torch.Size([1, 7, 3])
         """
         check_decoder(readout)
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
@@ -246,11 +265,11 @@ class RelevanceFlow(MambaLRP):
         return made, frozen, _kept(made, frozen), frozen.require_score()
 
     def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
-        stand_ins, _, kept, score = self._ran(arguments, blocks_read_by(readout))
+        stand_ins, frozen, kept, score = self._ran(arguments, blocks_read_by(readout))
         streams = stand_ins.streams
         run = PropagatedRun.of(stand_ins, streams, kept, score, "lrp", retain_graph=False)
         with self._computing():
-            return features_of(run, stand_ins, readout, score)
+            return features_of(run, stand_ins, readout, frozen.layers, score)
 
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
         stand_ins, frozen, kept, score = self._ran(arguments, DirectStandIns)

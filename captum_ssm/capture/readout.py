@@ -40,9 +40,9 @@ class Readout(nn.Module):
     Nothing that the mixer makes of its state has a part in them, and explanations name it
     ``state``. A feature costs as much as the mixer's recurrence, with one map per channel.
 
-    With a ``decoder`` the features also say what of the stream is written by which of them, so that
-    relevance can begin at them (:meth:`~captum_ssm.RelevanceFlow.features`), and they can be
-    removed from a run (:func:`~captum_ssm.interventions.scaled_features`).
+    With a ``decoder`` the features also say what of the stream or state is written by which of
+    them, so that relevance can begin at them (:meth:`~captum_ssm.RelevanceFlow.features`), and they
+    can be removed from a run (:func:`~captum_ssm.interventions.scaled_features`).
 
     Args:
         model (nn.Module): the whole model, which stays as it is.
@@ -51,13 +51,14 @@ class Readout(nn.Module):
             calls it several times, the first call counts.
         directions (Tensor or Callable): ``(F, E)``, one row per feature, or ``(E,)`` for one
             feature; or a function or module from ``(B, L, E)`` to ``(B, L, F)``, such as the
-            ``encode`` of an SAE. Of a state a matrix alone: ``(F, D, N)`` for a diagonal
-            recurrence, ``(F, H, K, P)`` for linear attention and the delta rule.
+            ``encode`` of an SAE. Of a state ``(F, D, N)`` for a diagonal recurrence, or
+            ``(F, H, K, P)`` for linear attention and the delta rule; or, with a decoder, a function
+            of flat states ``(B, L, D N)`` or ``(B, L, H K P)``, at which relevance begins alone.
         names (sequence of str, optional): of the F features. Default: ``"feature 0"`` and so on for
             a matrix; for a function their numbers
         bias (Tensor, optional): ``(F,)``, added to the products with a matrix. Default: None
-        decoder (Tensor, optional): ``(F, E)``: what each feature writes, per unit of its value.
-            Default: None
+        decoder (Tensor, optional): ``(F, E)``, or of a state ``(F, D, N)`` or ``(F, H, K, P)``:
+            what each feature writes, per unit of its value. Default: None
         side (str, optional): ``"output"`` reads what the layer returns; ``"input"`` what it is
             given, as a transcoder's encoder does, whose decoder writes to what the layer returns;
             ``"state"`` the state of a mixer. Default: ``"output"``
@@ -100,9 +101,11 @@ class Readout(nn.Module):
         self.model = model
         self.layer, self.side = _path_of(model, layer), side
         if side == "state":
-            directions = _of_state(directions, decoder).to(_device_of(model))
-            self.state = StateModule(self.layer, self.module, directions)
-            directions = directions.flatten(1)
+            _check_of_state(directions, decoder)
+            if torch.is_tensor(directions):
+                directions = directions.detach().to(_device_of(model))
+                self.state = StateModule(self.layer, self.module, directions)
+                directions = directions.flatten(1)
         self.encoder = _encoder(directions, bias, _device_of(model))
         decoder = None if decoder is None else decoder.detach().to(_device_of(model))
         self.register_buffer("decoder", decoder)
@@ -180,9 +183,15 @@ class Readout(nn.Module):
         """The features ``(B, L, F)`` of the tokens, for the arguments of the model.
 
         Raises:
-            InputError: where the run does not reach the layer, or it works on no tokens
-                ``(B, L, E)``.
+            InputError: where the run does not reach the layer, it works on no tokens
+                ``(B, L, E)``, or a function reads a state.
         """
+        if self.side == "state" and not hasattr(self, "state"):
+            raise InputError(
+                f"the state of {self.layer} is read by a function, at which relevance begins and "
+                "cannot end; expected directions (F, D, N) or (F, H, K, P). Call "
+                "RelevanceFlow(model).features(..., readout=readout)."
+            )
         found: list[Any] = []
 
         def read(module: nn.Module, *call: Any) -> None:
@@ -248,14 +257,24 @@ def _path_of(model: nn.Module, layer: Any) -> str:
     return str(layer)
 
 
-def _of_state(directions: Any, decoder: Tensor | None) -> Tensor:
-    if not torch.is_tensor(directions) or decoder is not None:
-        raise TypeError(
-            f"side is 'state', and directions is a {type(directions).__name__}"
-            f"{'' if decoder is None else ', with a decoder'}; expected a tensor (F, D, N) or "
-            "(F, H, K, P) alone, as the state is read linearly and nothing is written into it."
+def _check_of_state(directions: Any, decoder: Tensor | None) -> None:
+    if decoder is not None and decoder.dim() not in (3, 4):
+        raise ValueError(
+            f"decoder has shape {tuple(decoder.shape)}; expected (F, D, N) or (F, H, K, P), as the "
+            "state of the mixer is."
         )
-    return directions.detach()
+    if torch.is_tensor(directions):
+        if decoder is not None and decoder.shape[1:] != directions.shape[1:]:
+            raise ValueError(
+                f"directions have shape {tuple(directions.shape)}, and decoder has "
+                f"{tuple(decoder.shape)}; expected one state's shape in both."
+            )
+    elif decoder is None:
+        raise TypeError(
+            f"side is 'state', and directions is a {type(directions).__name__}; expected a tensor "
+            "(F, D, N) or (F, H, K, P), as relevance ends where the state is read linearly. With a "
+            "decoder a function is expected too: relevance begins at what it returns."
+        )
 
 
 def _encoder(directions: Any, bias: Tensor | None, device: torch.device) -> nn.Module:

@@ -20,8 +20,9 @@ from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.patching import Pair, Patching, check_component
 from captum_ssm.interventions.runs import Runs
 from captum_ssm.interventions.selection import Layers
-from captum_ssm.interventions.states import state_operator, states_of, writes
+from captum_ssm.interventions.states import state_operator
 from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.memory import states_of, writes
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.retry import retry_with_copies
 

@@ -1,4 +1,4 @@
-"""Features of the residual stream, removed from a run or made larger in it: knockout, steering."""
+"""Features of the stream or a state, removed from a run or made larger: knockout, steering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ from captum_ssm.attr.flow.features import check_decoder
 from captum_ssm.capture import Readout
 from captum_ssm.capture.readout import stream_of
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.interventions.editing import Edit, OpenMixer, edited
 from captum_ssm.interventions.selection import Tokens, mask_of
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.memory import (
+    carried,
+    changes_of_state,
+    check_directions,
+    joined_states,
+    memory_of,
+    split_states,
+    states_of,
+)
+from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import with_first
 from captum_ssm.utils.watch_modules import watch_modules
@@ -32,8 +44,13 @@ def scaled_features(
     :math:`z_{tf}` the value of feature f there and :math:`d_f` its row of the decoder. All else of
     the stream stays, the error of an SAE too. Gradients do not go through the values.
 
+    Of a readout with ``side="state"`` it is the state after token t that changes, as that token and
+    later ones read it. What is left of a change later on is part of the state: at the next chosen
+    token the value is that of the state as it is then, so that nothing is removed twice.
+
     Args:
-        readout (Readout): with a decoder. The block runs its model, or methods and readouts of it.
+        readout (Readout): with a decoder. The block runs its model, or methods and readouts of it;
+            with ``side="state"`` no method of frozen mixers.
         features (int, str or sequence): which features, by number or name.
         scale (float, optional): the factor s; 0 removes them. Default: 0.0
         tokens (int, slice, sequence or Tensor, optional): at which tokens, as ``sources`` of
@@ -41,7 +58,9 @@ def scaled_features(
 
     Raises:
         TypeError, ValueError: for a readout without a decoder, or a feature that it does not have.
-        UnsupportedModelError: on leaving, where the block did not run the layer.
+        UnsupportedModelError: on leaving, where the block did not run the layer; or from the run,
+            for a layer without a state of one scan.
+        InputError: from the run, for tokens outside of it, or a decoder without a state's shape.
 
     Examples::
 
@@ -52,6 +71,10 @@ def scaled_features(
     """
     decoder = check_decoder(readout)
     chosen = _numbers(readout, features, len(decoder))
+    if readout.side == "state":
+        with edited(readout.model, readout.layer, _in_state(readout, chosen, scale, tokens)):
+            yield
+        return
     reached = False
 
     def change(module: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -72,6 +95,40 @@ def scaled_features(
             f"the block did not run {readout.layer}, so nothing was changed there; expected it to "
             "run the readout's model, uncompiled, in this thread."
         )
+
+
+def _in_state(readout: Readout, chosen: list[int], scale: float, tokens: Tokens) -> Edit:
+    def edit(opened: OpenMixer) -> Tensor:
+        mixer = opened.mixer
+        operator = memory_of(mixer)
+        check_directions(operator, check_decoder(readout))
+        (mixed,) = opened.mixed
+        at = mask_of("tokens", tokens, (mixed.shape[0], mixed.shape[1]), mixed.device)
+        with torch.no_grad():
+            written = split_states(_written(readout, mixer, chosen, scale, at), operator)
+            pairs = zip(written, changes_of_state(mixer), strict=True)
+            change = sum_of([change.matvec(part) for part, change in pairs])
+        return opened.returning_mixed([mixed + change])
+
+    return edit
+
+
+def _written(
+    readout: Readout, mixer: FrozenMixer, chosen: list[int], scale: float, at: Tensor
+) -> Tensor:
+    # What is added to the state after each token of the mask `at`, (B, L, D, N) or (B, L, H, K, P).
+    operator = memory_of(mixer)
+    states = joined_states([*states_of(mixer)], operator)
+    decoder = check_decoder(readout)[chosen].to(states)
+    written, change = torch.zeros_like(states), torch.zeros_like(states[:, 0])
+    for t in range(at.shape[1]):
+        change = carried(change, operator, t)
+        if bool(at[:, t].any()):
+            state = (states[:, t] + change).flatten(1)
+            values = readout.encode(state[:, None])[:, 0, chosen].to(states) * at[:, t, None]
+            written[:, t] = (scale - 1) * torch.tensordot(values, decoder, 1)
+            change = change + written[:, t]
+    return written
 
 
 def _numbers(readout: Readout, features: Any, count: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,14 @@ from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.memory import StateOperator, memory_of
-from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
+from captum_ssm.mixers.memory import (
+    StateOperator,
+    joined_states,
+    memory_of,
+    reads,
+    states_of,
+)
+from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class LayerState:
             for read in reads(operator):
                 of_map = read.map_rows(row.expand(B, 1), 0, M)[:, :, 0]  # (B, M, L)
                 parts.append(of_map.mT.repeat_interleave(D // M, -1) * v)
-            return _stacked(parts, operator)
+            return joined_states(parts, operator)
 
     def memory_length(self, positions: Tokens = None) -> Tensor:
         r"""How many steps until half of what a token wrote is left, exact for this input.
@@ -166,12 +172,7 @@ def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
     at = mask_of("positions", positions, (1, L), values.device)[0].nonzero()[:, 0]
     with exact_arithmetic():
         parts = [part[:, at] for part in states_of(mixer)]
-        return LayerState(_stacked(parts, operator), at, mixer)
-
-
-def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
-    """Each of the N states after every token, ``(B, L, D)``."""
-    return (read.matvec(mixer.values) for read in reads(memory_of(mixer)))
+        return LayerState(joined_states(parts, operator), at, mixer)
 
 
 def state_operator(mixer: FrozenMixer) -> StateOperator:
@@ -200,43 +201,11 @@ def has_operator(of: Callable[[FrozenMixer], StateOperator], mixer: FrozenMixer)
     return True
 
 
-def reads(operator: StateOperator) -> Iterator[TokenOperator]:
-    """For each of the N states, the operator that returns it: a unit vector reads it."""
-    for unit in _units(operator.C if isinstance(operator, DiagonalOperator) else operator.query):
-        if isinstance(operator, DiagonalOperator):
-            yield replace(operator, C=unit, left=None)
-        else:
-            yield replace(operator, query=unit, bonus=None)
-
-
 def left_of_writes(operator: StateOperator, t: int) -> Tensor:
     """The norm of what token t wrote, after it and after each later one, ``(B, L - t, M)``."""
     B, L, D, _ = operator.sizes
     impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
     impulse[:, t] = 1
-    left = _stacked([read.matvec(impulse) for read in reads(operator)], operator)
+    left = joined_states([read.matvec(impulse) for read in reads(operator)], operator)
     left = left[..., 0] if left.dim() == 5 else left  # a head's channels are alike
     return torch.linalg.vector_norm(left, dim=-1)[:, t:]
-
-
-def writes(operator: StateOperator) -> Iterator[TokenOperator]:
-    """For each of the N states, the operator whose tokens write into that state alone."""
-    for unit in _units(operator.B if isinstance(operator, DiagonalOperator) else operator.key):
-        if isinstance(operator, DiagonalOperator):
-            yield replace(operator, B=unit, right=torch.ones_like(operator.right))
-        else:
-            bonus = None if operator.bonus is None else torch.zeros_like(operator.bonus)
-            yield replace(operator, key=unit, bonus=bonus)
-
-
-def _units(vectors: Tensor) -> Iterator[Tensor]:
-    for unit in torch.eye(vectors.shape[-1]).to(vectors):
-        yield unit.expand_as(vectors)
-
-
-def _stacked(parts: list[Tensor], operator: StateOperator) -> Tensor:
-    # (B, L, D) for each state: (B, L, D, N), or (B, L, H, N, P).
-    if isinstance(operator, DiagonalOperator):
-        return torch.stack(parts, -1)
-    heads = [part.unflatten(-1, (-1, operator.width)) for part in parts]
-    return torch.stack(heads, -2)

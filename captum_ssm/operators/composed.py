@@ -265,27 +265,28 @@ class ConvolvedOperator(AroundOperator):
         return self.inner.matvec(depthwise_conv(v, self.taps, self.grid))
 
     @cached_property
-    def _whole(self) -> TokenOperator | None:
+    def joined(self) -> TokenOperator | None:
+        """It as one operator, if the inner one computes causal taps too."""
         return self.inner.with_taps(self.taps, self.right) if self.grid is None else None
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        if self._whole is not None:
-            return self._whole.rmatvec(w, reduction)
+        if self.joined is not None:
+            return self.joined.rmatvec(w, reduction)
         mean = check_rmatvec(reduction)
         u = depthwise_conv_transpose(self.inner.rmatvec(w), self.taps, self.grid)
         u = u if self.right is None else u * self.right
         return u.mean(-1) if mean else u
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        if self._whole is not None:
-            return self._whole.map_rows(index, start, stop)
+        if self.joined is not None:
+            return self.joined.map_rows(index, start, stop)
         rows = self.inner.map_rows(index, start, stop)
         rows = conv_columns(rows, self.taps[start:stop], self.grid)
         return rows if self.right is None else rows * self.right[..., start:stop].mT[:, :, None]
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        if self._whole is not None:
-            return self._whole.row_tile(start, stop)
+        if self.joined is not None:
+            return self.joined.row_tile(start, stop)
         inner = self.inner
         if isinstance(inner, ScaledOperator) and (self.grid is not None or not inner.has_heads):
             return super().row_tile(start, stop)
@@ -300,14 +301,14 @@ class ConvolvedOperator(AroundOperator):
         return tile
 
     def add_to_tile(self, tile: Tensor, start: int) -> None:
-        if self._whole is not None:
-            self._whole.add_to_tile(tile, start)
+        if self.joined is not None:
+            self.joined.add_to_tile(tile, start)
         else:
             super().add_to_tile(tile, start)
 
     def row_bounds(self) -> Tensor:
-        if self._whole is not None:
-            return self._whole.row_bounds()
+        if self.joined is not None:
+            return self.joined.row_bounds()
         return sum_of([part.row_bounds() for part, _ in self._by_tap])
 
     @property

@@ -135,12 +135,10 @@ def test_relevance_begins_at_features_as_in_the_rest_of_the_model(side):
     relevance = MambaLRP(After(model)).attribute(stream, (L - 1, target))
     values = sae(before if side == "input" else stream)
     expected = values * ((relevance / stream) @ atoms.T)
-    torch.testing.assert_close(found.values, values.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.values, values, rtol=1e-9, atol=1e-12)
     scale = expected.abs().max()
-    torch.testing.assert_close(
-        found.relevance / scale, (expected / scale).float(), rtol=0, atol=1e-5
-    )
-    torch.testing.assert_close(found.total, relevance.sum(-1).float(), rtol=0, atol=1e-5 * scale)
+    torch.testing.assert_close(found.relevance / scale, expected / scale, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.total, relevance.sum(-1), rtol=0, atol=1e-5 * scale)
     best = found.top(1)[0]
     assert best.relevance == found.relevance.flatten()[found.relevance.abs().argmax()]
 
@@ -151,7 +149,7 @@ def test_features_of_one_layer_make_a_feature_of_a_later_one():
     late = Readout(model, "backbone.layers.1", directions())
     found = RelevanceFlow(late).features(ids(1, L), (6, 2), readout=early)
     blocks = RelevanceFlow(late).edges(ids(1, L), (6, 2)).blocks
-    torch.testing.assert_close(found.total, blocks[0].after, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.total.float(), blocks[0].after, rtol=1e-5, atol=1e-6)
     later = Readout(model, "backbone.norm_f", atoms, decoder=atoms)
     with pytest.raises(captum_ssm.UnsupportedModelError, match="not run before the score is read"):
         RelevanceFlow(early).features(ids(1, L), (6, 2), readout=later)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 import wild
 from families import FAMILIES, WITHOUT_STATE, build
 from models import ids, without_biases
+from state_loops import LOOPS
 from torch import Tensor, nn
 
 import captum_ssm
@@ -20,100 +19,10 @@ from captum_ssm.interventions import TokenKnockout, circuit, knockout, states
 from captum_ssm.mixers import find_mixers
 
 L = 7
-Const = Callable[[Tensor], Tensor]
 
 
 def directions(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def normed(norm: nn.Module, x: Tensor, const: Const) -> Tensor:
-    """A norm whose scale may be held constant; that of a layer norm after the mean."""
-    centered = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
-    bias = getattr(norm, "bias", None)
-    bias = 0 if bias is None else bias
-    return centered * const((norm(x) - bias) / centered) + bias
-
-
-def convolved(conv: nn.Conv1d, x: Tensor, const: Const) -> Tensor:
-    y = conv(x.mT)[..., : x.shape[1]].mT
-    return y * const(torch.sigmoid(y))
-
-
-def mamba(model: nn.Module, x: Tensor, const: Const) -> Tensor:
-    block = model.backbone.layers[0]
-    m, x = block.mixer, normed(block.norm, x, const)
-    v = convolved(m.conv1d, m.in_proj(x).chunk(2, -1)[0], const)
-    N = m.ssm_state_size
-    dt, B, _ = m.x_proj(v).split([m.time_step_rank, N, N], -1)
-    dt, B, A = const(F.softplus(m.dt_proj(dt))), const(B), -m.A_log.float().exp()
-    h, found = 0, []
-    for t in range(x.shape[1]):
-        decay = torch.exp(dt[:, t, :, None] * A)
-        h = decay * h + dt[:, t, :, None] * B[:, t, None] * v[:, t, :, None]
-        found.append(h)
-    return torch.stack(found, 1)  # (B, L, D, N)
-
-
-def mamba2(model: nn.Module, x: Tensor, const: Const) -> Tensor:
-    block = model.backbone.layers[0]
-    m, x = block.mixer, normed(block.norm, x, const)
-    sizes = [m.intermediate_size, m.conv_dim, m.num_heads]
-    _, mixed, dt = m.in_proj(x).split(sizes, -1)
-    groups, N = m.n_groups, m.ssm_state_size
-    mixed = convolved(m.conv1d, mixed, const)
-    v, B, _ = mixed.split([m.intermediate_size, groups * N, groups * N], -1)
-    dt, A = const(F.softplus(dt + m.dt_bias)), -m.A_log.float().exp()
-    v = v.unflatten(-1, (m.num_heads, -1))
-    B = const(B).unflatten(-1, (groups, N)).repeat_interleave(m.num_heads // groups, 2)
-    h, found = 0, []
-    for t in range(x.shape[1]):
-        write = (dt[:, t, :, None] * B[:, t])[..., None] * v[:, t, :, None]
-        h = torch.exp(dt[:, t] * A)[..., None, None] * h + write
-        found.append(h)
-    return torch.stack(found, 1)  # (B, L, H, N, P)
-
-
-def rwkv(model: nn.Module, x: Tensor, const: Const) -> Tensor:
-    block = model.rwkv.blocks[0]
-    m, x = block.attention, normed(block.ln1, normed(block.pre_ln, x, const), const)
-    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
-    key, v = (
-        layer(x * mix + before * (1 - mix))
-        for layer, mix in ((m.key, m.time_mix_key), (m.value, m.time_mix_value))
-    )
-    key, decay = const(key), -m.time_decay.exp()
-    h, largest, found = 0, torch.full_like(key[:, 0], -1e38), []
-    for t in range(x.shape[1]):
-        next_ = torch.maximum(largest + decay, key[:, t])
-        h = torch.exp(largest + decay - next_) * h + torch.exp(key[:, t] - next_) * v[:, t]
-        largest = next_
-        found.append(h)
-    return torch.stack(found, 1)[..., None]  # (B, L, D, 1)
-
-
-def qwen3_next(model: nn.Module, x: Tensor, const: Const) -> Tensor:
-    block = model.model.layers[0]
-    m, x = block.linear_attn, normed(block.input_layernorm, x, const)
-    q, k, v, _, b, a = m.fix_query_key_value_ordering(m.in_proj_qkvz(x), m.in_proj_ba(x))
-    sizes = [m.key_dim, m.key_dim, m.value_dim]
-    mixed = convolved(m.conv1d, torch.cat([t.flatten(2) for t in (q, k, v)], -1), const)
-    _, k, v = mixed.split(sizes, -1)
-    k = k.unflatten(-1, (-1, m.head_k_dim)).repeat_interleave(m.num_v_heads // m.num_k_heads, 2)
-    k = const(k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6))
-    v = v.unflatten(-1, (-1, m.head_v_dim))
-    beta = const(b.sigmoid())
-    decay = const(torch.exp(-m.A_log.exp() * F.softplus(a + m.dt_bias)))
-    h, found = torch.zeros(*k[:, 0].shape, v.shape[-1], dtype=x.dtype), []
-    for t in range(x.shape[1]):
-        h = h * decay[:, t, :, None, None]
-        read = (h * k[:, t, ..., None]).sum(-2)
-        h = h + k[:, t, ..., None] * ((v[:, t] - read) * beta[:, t, :, None])[:, :, None]
-        found.append(h)
-    return torch.stack(found, 1)  # (B, L, H, K, P)
-
-
-LOOPS = {loop.__name__: loop for loop in (mamba, mamba2, rwkv, qwen3_next)}
 
 
 def read_of(family: str, layer: int = 0, features: int = 3) -> tuple[nn.Module, Readout]:
@@ -130,7 +39,7 @@ def read_of(family: str, layer: int = 0, features: int = 3) -> tuple[nn.Module, 
 def test_a_state_is_what_a_loop_computes_and_so_are_its_gradients(family):
     model, readout = read_of(family)
     x = model.get_input_embeddings()(ids(2, L)).detach().requires_grad_()
-    state = LOOPS[family](model, x, lambda c: c)
+    state, _ = LOOPS[family](model, x)
     truth = torch.einsum("blx,fx->blf", state.flatten(2), readout.encoder.weight)
     found = readout(inputs_embeds=x)
     close = dict(rtol=1e-4, atol=1e-5) if x.dtype == torch.float32 else dict(rtol=1e-8, atol=1e-11)
@@ -146,7 +55,7 @@ def test_relevance_is_the_gradient_with_coefficients_held_constant(family):
     model, readout = read_of(family)
     tokens = ids(2, L)
     x = model.get_input_embeddings()(tokens).detach().requires_grad_()
-    state = LOOPS[family](model, x, torch.Tensor.detach)
+    state, _ = LOOPS[family](model, x, torch.Tensor.detach)
     score = torch.einsum("blx,fx->blf", state.flatten(2), readout.encoder.weight)[:, 5, 1]
     (gradient,) = torch.autograd.grad(score.sum(), x)
     expected = (gradient * x).sum(-1)
@@ -276,7 +185,7 @@ def test_a_copy_reads_its_own_model():
         (1, (2, 4, 8, 4), {}, UnsupportedModelError, "keeps no state of one scan"),
         (0, (2, 9, 9, 9), {}, InputError, r"the state after a token is \(4, 8, 4\)"),
         (0, (2, 9), {}, InputError, r"expected \(F, D, N\) for a diagonal"),
-        (0, (2, 4, 8, 4), {"decoder": torch.ones(2, 16)}, TypeError, "with a decoder; expected"),
+        (0, (2, 4, 8, 4), {"decoder": torch.ones(2, 16)}, ValueError, "decoder has shape"),
     ],
 )
 def test_what_cannot_be_read_is_refused(layer, shape, given, error, told):

@@ -1,4 +1,4 @@
-"""Relevance that begins at features of the residual stream: which latent, at which token."""
+"""Relevance that begins at features of the stream or a state: which latent, at which token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.flow.activations import ActivationStandIns, PropagatedRun
-from captum_ssm.capture import Readout
+from captum_ssm.attr.flow.activations import Activations, ActivationStandIns, PropagatedRun
+from captum_ssm.capture import FrozenCall, Readout
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers.memory import (
+    changes_of_state,
+    check_directions,
+    joined_states,
+    memory_of,
+    split_states,
+    states_of,
+)
+from captum_ssm.utils.copies import original
 from captum_ssm.utils.integers import as_index
 
 
@@ -43,12 +52,12 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FeatureRelevance:
-    """The relevance of what features write to the residual stream.
+    """The relevance of what features write to the residual stream, or to a recurrent state.
 
     Args:
         relevance (Tensor): ``(B, L, F)``, of each feature at each token.
-        rest (Tensor): ``(B, L)``, of what the features leave of the stream: the reconstruction
-            error of an SAE, and its bias term. With the features it adds up to the stream's.
+        rest (Tensor): ``(B, L)``, of what the features leave of the stream or state: the
+            reconstruction error of an SAE, and its bias term.
         values (Tensor): ``(B, L, F)``, how active each feature is.
         names (list of str): of the features.
         score (Tensor): ``(B,)``, what is explained.
@@ -72,7 +81,7 @@ class FeatureRelevance:
 
     @property
     def total(self) -> Tensor:
-        """The relevance ``(B, L)`` of the stream's tokens, features and rest together."""
+        """The relevance ``(B, L)`` of the stream or state at each token: features and rest."""
         return self.relevance.sum(-1) + self.rest
 
     def top(self, k: int) -> list[Feature]:
@@ -98,7 +107,7 @@ class FeatureRelevance:
 
 
 def check_decoder(readout: Readout) -> Tensor:
-    """The decoder ``(F, E)`` of a readout.
+    """The decoder ``(F, E)`` of a readout, or that of a state.
 
     Raises:
         TypeError: for what is not a readout.
@@ -108,35 +117,92 @@ def check_decoder(readout: Readout) -> Tensor:
         raise TypeError(f"readout is a {type(readout).__name__}; expected a captum_ssm.Readout.")
     if readout.decoder is None:
         raise ValueError(
-            "the readout has no decoder, which says what each feature writes to the stream; "
-            "expected Readout(..., decoder=), of shape (F, E)."
+            "the readout has no decoder, which says what each feature writes to the stream or "
+            "state; expected Readout(..., decoder=), of shape (F, E), or that of F states."
         )
     return readout.decoder
 
 
+class _Parts(NamedTuple):
+    # Values of features and the coefficients at what they write, (B, L, F), and the relevance
+    # (B, L) of all that they are features of.
+    values: Tensor
+    slopes: Tensor
+    total: Tensor
+
+
 def features_of(
-    run: PropagatedRun, stand_ins: ActivationStandIns, readout: Readout, score: Tensor
+    run: PropagatedRun,
+    stand_ins: ActivationStandIns,
+    readout: Readout,
+    layers: Sequence[FrozenCall],
+    score: Tensor,
 ) -> FeatureRelevance:
     """The relevance of a readout's features, from the coefficients of a run.
 
     Raises:
-        UnsupportedModelError: for a layer that the score does not read, or with other tokens.
+        UnsupportedModelError: for a layer that the score does not read, with other tokens, or
+            without the state that is asked for.
+        InputError: for directions without a state's shape.
     """
-    decoder = check_decoder(readout)
-    written, read = _streams(stand_ins, readout)
-    coefficient = run.coefficient_at(written)
-    if coefficient is None:
-        raise UnsupportedModelError(
-            f"the score does not depend on what {readout.layer} returns; expected a layer before "
-            "the one that is explained."
-        )
-    g, stream = coefficient.detach().float(), written.detach().float()
     with torch.no_grad():
-        values = readout.encode(read.detach()).float()
-    relevance = values * (g @ decoder.to(g).T)
-    rest = (g * stream).sum(-1) - relevance.sum(-1)
-    names = readout.names or [str(k) for k in range(values.shape[-1])]
-    return FeatureRelevance(relevance, rest, values, names, score.detach())
+        if readout.side == "state":
+            found = _of_state(run, readout, layers)
+        else:
+            found = _of_stream(run, stand_ins, readout)
+    relevance = found.values * found.slopes
+    names = readout.names or [str(k) for k in range(relevance.shape[-1])]
+    rest = found.total - relevance.sum(-1)
+    return FeatureRelevance(relevance, rest, found.values, names, score.detach())
+
+
+def _of_stream(run: PropagatedRun, stand_ins: ActivationStandIns, readout: Readout) -> _Parts:
+    written, read = _streams(stand_ins, readout)
+    g = _coefficient(run, written, f"what {readout.layer} returns")
+    total = (g * written.detach().to(g)).sum(-1)
+    values = readout.encode(read.detach()).to(g)
+    return _Parts(values, g @ check_decoder(readout).to(g).T, total)
+
+
+def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]) -> _Parts:
+    # The recurrence, run backwards, has the coefficient of each of its N states in turn.
+    kept = _mixer_of(readout, layers, run)
+    mixer, decoder = kept.mixer, check_decoder(readout)
+    operator = memory_of(mixer)
+    check_directions(operator, decoder)
+    g = _coefficient(run, kept.mixed[0], f"what {readout.layer} reads of its state")
+    state = joined_states([*states_of(mixer)], operator)
+    values = readout.encode(state.flatten(2)).to(g)
+    slopes, total = torch.zeros_like(values), torch.zeros_like(g[..., 0])
+    parts = (split_states(x.to(g), operator) for x in (state, decoder))
+    for part, atoms, change in zip(*parts, changes_of_state(mixer), strict=True):
+        slope = change.rmatvec(g)  # (B, L, D)
+        slopes += slope @ atoms.T
+        total += (slope * part).sum(-1)
+    return _Parts(values, slopes, total)
+
+
+def _coefficient(run: PropagatedRun, x: Tensor, what: str) -> Tensor:
+    found = run.coefficient_at(x)
+    if found is None:
+        raise UnsupportedModelError(
+            f"the score does not depend on {what}; expected a layer before the one that is "
+            "explained."
+        )
+    return found.detach().to(torch.promote_types(found.dtype, torch.float32))
+
+
+def _mixer_of(readout: Readout, layers: Sequence[FrozenCall], run: PropagatedRun) -> Activations:
+    # What the mixer that is read kept in its first call.
+    for layer, kept in zip(layers, run.kept, strict=True):
+        if original(layer.call.module) is readout.module:
+            if layer.order is not None:
+                memory_of(layer.mixer)  # raises
+            return kept
+    raise UnsupportedModelError(
+        f"{readout.layer} is not a mixer that is run before the score is read; expected an earlier "
+        "one."
+    )
 
 
 def _streams(stand_ins: ActivationStandIns, readout: Readout) -> tuple[Tensor, Tensor]:

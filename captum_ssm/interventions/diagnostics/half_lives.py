@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from captum_ssm.capture import exact_arithmetic
-from captum_ssm.interventions.states import (
-    StateOperator,
-    left_of_writes,
-    memory_of,
-    reads,
-    states_of,
-)
+from captum_ssm.interventions.states import left_of_writes
 from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.memory import StateOperator, memory_of, reads, states_of
 from captum_ssm.operators import DiagonalOperator
 
 # A decay of exp(-1000) is zero, and sums of such decays can still be subtracted.
