@@ -134,8 +134,14 @@ def state_readout(m: nn.Module, x: Tensor) -> Any:
     mixer = next(iter(states(m, x)))
     shape = states(m, x)[mixer].values.shape[2:]
     directions = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    probe = Readout(m, mixer, directions.to(x.device), side="state")
-    return MambaLRP(probe).attribute(x, (-1, 1)), TokenKnockout(probe).attribute(x, (-1, 1))
+    directions = directions.to(x.device)
+    probe = Readout(m, mixer, directions, "abc", decoder=directions, side="state")
+    return (
+        MambaLRP(probe).attribute(x, (-1, 1)),
+        TokenKnockout(probe).attribute(x, (-1, 1)),
+        vars(RelevanceFlow(m).features(x, 5, readout=probe)),
+        inside(scaled_features(probe, "b", 0.5, tokens=[2, 4]), m, x),
+    )
 
 
 def all_of_states(m: nn.Module, x: Tensor) -> Any:
