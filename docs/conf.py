@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.util import logging
 
 DOCS = Path(__file__).resolve().parent
@@ -18,6 +19,7 @@ sys.path.insert(0, str(DOCS))
 
 import family_pages  # noqa: E402
 import gallery  # noqa: E402
+import links  # noqa: E402
 import publishing  # noqa: E402
 
 import captum_ssm  # noqa: E402
@@ -120,6 +122,53 @@ def require_no_network(app, exception):
             logger.warning("%s loads %s", page.name, found)
 
 
+def require_whole_links(app, exception):
+    """A link to a page or a place that the site does not have is a warning."""
+    for page, link in [] if exception else links.broken(Path(app.outdir)):
+        logger.warning("%s links to %s, which is not there", page, link)
+
+
+def add_targets_of_sources(app, doctree, page):
+    """Ids that the pages of source files link to.
+
+    Such a page names all that its file defines by the module of what was documented first, which
+    may be another one: `register_mixer` is of `captum_ssm`, `find_adapter` of `captum_ssm.mixers`.
+    """
+    wanted = {
+        (source, name): f"{module}.{name}"
+        for source, found in app.env._viewcode_modules.items()
+        if found
+        for _, _, used, module in [found]
+        for name, where in used.items()
+        if where == page
+    }
+    for signature in doctree.findall(addnodes.desc_signature):
+        name = signature.get("fullname") or ""
+        module = sys.modules.get(signature.get("module"))
+        source = getattr(getattr(module, name.split(".")[0], None), "__module__", None)
+        target = wanted.get((source, name))
+        if target and target not in signature["ids"]:
+            signature["ids"].append(target)
+
+
+def name_toggles(app, page, template, context, doctree):
+    """The theme's toggles in the sidebar are arrows without a word, which screen readers need."""
+    make = context.get("generate_toctree_html")
+
+    def named(*args, **kwargs):
+        tree = make(*args, **kwargs)
+        for toggle in tree.select("details > summary") if hasattr(tree, "select") else ():
+            if not toggle.get_text(strip=True):
+                toggle["aria-label"] = f"Pages of {toggle.find_parent('li').a.get_text(strip=True)}"
+        return tree
+
+    if make:
+        context["generate_toctree_html"] = named
+
+
 def setup(app):
+    app.connect("doctree-resolved", add_targets_of_sources)
+    app.connect("html-page-context", name_toggles, priority=900)  # after the theme
+    app.connect("build-finished", require_whole_links)
     app.connect("doctree-resolved", require_alternative_texts)
     app.connect("build-finished", require_no_network)

@@ -182,3 +182,21 @@ def test_a_build_for_an_address_has_a_sitemap_cards_and_versions(
     assert len(np.unique(picture)) > 50  # words are written there
     assert f"{SITE}/switcher.json" in page
     assert f"theme_switcher_version_match = '{version}'" in page
+
+
+def test_links_that_lead_nowhere_are_found(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    links = importlib.import_module("links")
+    (tmp_path / "a b").mkdir()
+    pages = {
+        "index.html": '<h1 id="top"></h1><a href="#top">1</a><a href="a%20b/#x.y">2</a>'
+        '<a href="https://example.org/none">3</a><img src="data:,none"><a href="a%20b">4</a>',
+        "a b/index.html": '<i id="x.y"></i><a href="../index.html#top">1</a><a href="#none">2</a>'
+        '<a href="../index.html#none">3</a><script src="../none.js"></script>',
+    }
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = [(page.replace(os.sep, "/"), link) for page, link in links.broken(tmp_path)]
+    assert found == [
+        ("a b/index.html", link) for link in ("#none", "../index.html#none", "../none.js")
+    ]
