@@ -16,10 +16,13 @@ from captum_ssm import (
     MambaAttribution,
     MambaLRP,
     MambaRollout,
+    Readout,
     ReconstructionError,
+    RelevanceFlow,
     UnifiedImplicitAttention,
     hidden_attention,
 )
+from captum_ssm.interventions import knockout, scaled_features, states
 from captum_ssm.mixers import find_mixers
 
 pytestmark = [
@@ -90,3 +93,29 @@ def test_a_padded_row_is_explained_like_the_row_alone(name, side):
     scale = float(single.abs().max())
     torch.testing.assert_close(batch[1:, real], single, atol=1e-4 * scale, rtol=0)
     assert float(batch[1, ~real].abs().max()) == 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_relevance_begins_at_states_of_every_layer(name):
+    model, tokens, t = build(name), ids(2, 9), 4
+    path, state = list(states(model, tokens, positions=None).items())[-1]
+    each = torch.eye(state.values[0, 0].numel()).unflatten(1, state.values.shape[2:])
+    readout = Readout(model, path, each, decoder=each, side="state")
+    found = RelevanceFlow(model).features(tokens, 3, readout=readout)
+    edges = RelevanceFlow(model).edges(tokens, 3)[path].matrix()
+    # RWKV-6 reads its state before it writes.
+    later = int(getattr(state.mixer.recurrence, "bonus", None) is not None)
+    assert later == (name == "rwkv6")
+    over = torch.stack([edges[:, i + later :, : i + 1].sum((1, 2)) for i in range(9)], 1)
+    scale = float(over.abs().max())
+    torch.testing.assert_close(found.relevance.sum(-1), over, rtol=1e-3, atol=1e-4 * scale)
+    assert scale > 0
+    with torch.no_grad():
+        with knockout(model, sources=slice(t + 1), targets=slice(t + later, None), layers=path):
+            expected = model(tokens)
+        with scaled_features(readout, range(len(each)), tokens=t):
+            found = model(tokens)
+    # Token t itself reads nothing, and a norm of next to nothing is rounding.
+    change = (found - expected)[:, torch.arange(9) != t]
+    assert change.abs().max() <= 1e-4 * expected.abs().max()
+    assert (found - model(tokens))[:, t + 1 :].abs().max() > 1e-3
