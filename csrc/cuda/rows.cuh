@@ -29,7 +29,7 @@ __global__ void matrix_rows(MatrixRows<T> r) {
   const int64_t row = lane < count ? r.index[b * r.R + r0 + lane] : -1;
   T* const out = r.out + ((b * m.D + d) * r.R + r0) * m.L;
 
-  __shared__ T decay[kWarp][kStates], read[kWarp][kStates];
+  __shared__ T lost[kWarp][kStates], read[kWarp][kStates];
   __shared__ T plain[kWarp][kWarp + kMaxTaps + 1];  // row, position: without the convolution
   __shared__ int64_t latest[kWarp];
   latest[lane] = row;
@@ -52,7 +52,7 @@ __global__ void matrix_rows(MatrixRows<T> r) {
       const T enter = mine < m.L ? m.right[(b * m.L + mine) * m.D + d] : T(0);
       for (int n = 0; n < kStates; ++n) {
         const bool there = n0 + n < m.N && mine < m.L;
-        decay[lane][n] = there ? exponential(m.A[d * m.N + n0 + n] * step) : T(0);
+        lost[lane][n] = exponential_minus_one(there ? m.A[d * m.N + n0 + n] * step : T(0));
         read[lane][n] = there ? enter * m.B[((b * m.L + mine) * m.G + group) * m.N + n0 + n] : T(0);
       }
       __syncthreads();
@@ -63,7 +63,7 @@ __global__ void matrix_rows(MatrixRows<T> r) {
         T y = 0;
 #pragma unroll
         for (int n = 0; n < kStates; ++n) {
-          h[n] *= decay[x][n];
+          h[n] += h[n] * lost[x][n];
           if (enters && n0 + n < m.N) h[n] = left * m.C[(at * m.G + group) * m.N + n0 + n];
           y += h[n] * read[x][n];
         }
