@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from captum_ssm.attr.relevance import coefficients_at, times
 from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, StateStandIns, with_leaves
 from captum_ssm.capture import Request
-from captum_ssm.capture.check import SLACK, TOLERANCE, Deviation
+from captum_ssm.capture.check import SLACK, Deviation
 from captum_ssm.capture.model import extract_logits, is_model, parameter_names, unwrap
 from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
+from captum_ssm.capture.tolerances import TOLERANCE, Tolerances
 from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.past import Past
@@ -287,7 +288,8 @@ def compare(run: SegmentedRun) -> None:
     if expected.dim() == 3 and expected.shape[1] != found.shape[1]:
         expected = expected[:, -found.shape[1] :]
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-    limit = SLACK * TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
+    known = TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
+    limit = Tolerances.of(expected, SLACK * known).kernels
     if not error <= limit:
         raise ReconstructionError(
             f"two segments of {run.tokens} tokens return something else than the model does for "

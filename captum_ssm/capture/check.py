@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from captum_ssm.capture.tolerances import TOLERANCE, Tolerances, tolerances_of
 from captum_ssm.capture.wider_dtype import WIDER, InWider
 from captum_ssm.errors import ReconstructionError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -21,18 +22,6 @@ from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import weights_loaded
-from captum_ssm.utils.precision import products_dtype
-
-# The largest relative L2 error of an example's reconstruction. A model in half precision rounds
-# at every step; the frozen operator does not. Measured on every family, with weights up to 1.5
-# times as large as at initialization, right adapters err by at most 9e-7, 4.9e-5, 6e-3 and 2.3e-2;
-# in half precision the delta rule and RG-LRU by 1.6e-2 and 5.6e-2 (see FrozenMixer.rounding).
-TOLERANCE = {
-    torch.float64: 5e-6,
-    torch.float32: 1e-4,
-    torch.float16: 1.2e-2,
-    torch.bfloat16: 4e-2,
-}
 
 # A recurrence may be off by so many times the tolerance of the whole output, relative to itself.
 RECURRENCE = 3.0
@@ -64,25 +53,6 @@ def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
     return error / size.clamp(min=1e-30)
-
-
-def tolerance_of(call: MixerCall, rounding: float) -> float:
-    """The largest relative error with which a call counts as reproduced.
-
-    Args:
-        call (MixerCall): its dtype and weights decide.
-        rounding (float): that of the :class:`FrozenMixer`.
-    """
-    dtype = call.output.dtype
-    tolerance = TOLERANCE[dtype] * (rounding if dtype.itemsize == 2 else 1.0)
-    # Quantized weights may round what enters a layer.
-    return max(tolerance, TOLERANCE[torch.float16]) if is_quantized(call.module) else tolerance
-
-
-def _coarsest_tolerance(tolerance: float, output: Tensor) -> float:
-    # Products of float32 may be as coarse as PyTorch was allowed to make them.
-    is_single = output.dtype == torch.float32
-    return max(tolerance, TOLERANCE[products_dtype(output.device)]) if is_single else tolerance
 
 
 @dataclass(frozen=True)
@@ -262,7 +232,8 @@ def check_deviation(
 
     A recurrence that adds little could be wrong and pass as rounding. Then the mixer is run once
     more, on larger tokens, where it adds more. Larger errors of rounding could hide something that
-    is wrong by a little, or at a token. Then it is run once more in a wider dtype.
+    is wrong by a little, or at a token. Then it is run once more in a wider dtype; but not where
+    kernels round by themselves, as they may do so in any dtype: then there is a warning.
 
     Args:
         name (str): the layer's, for the error.
@@ -271,15 +242,15 @@ def check_deviation(
         mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
     """
     dtype = call.output.dtype
-    errors, doubted = deviation.errors(mask), tolerance_of(call, deviation.rounding)
-    tolerance = _coarsest_tolerance(doubted, call.output)
+    errors, tolerances = deviation.errors(mask), tolerances_of(call, deviation.rounding)
+    tolerance = tolerances.kernels
     if errors.whole <= tolerance and errors.recurrence > RECURRENCE * tolerance:
         errors = errors._replace(recurrence=_error_on_larger_tokens(call))
-    if errors.within(tolerance) and errors.in_doubt(doubted) and not _is_sure(call.module):
-        wider = _errors_in_wider_dtype(call, mask)
-        if wider is not None:
-            dtype = WIDER[dtype]
-            errors, tolerance = wider, SLACK * TOLERANCE[dtype]
+    if errors.within(tolerance) and errors.in_doubt(tolerances.dtype) and not _is_sure(call.module):
+        if not errors.within(tolerances.settings):
+            _warn_of_kernels(call, tolerances)
+        elif (wider := _again_in_wider_dtype(call, mask)) is not None:
+            dtype, (errors, tolerance) = WIDER[dtype], wider
             if errors.within(tolerance):
                 known_of(call.module).right = _state_of(call.module)
     if not errors.within(tolerance):
@@ -308,14 +279,31 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
     return max(found.whole, found.recurrence)
 
 
-def _errors_in_wider_dtype(call: MixerCall, mask: Tensor | None) -> Errors | None:
-    # None where there is none, or where the mixer does not run in it.
-    if call.output.dtype not in WIDER or is_quantized(call.module):
+def _warn_of_kernels(call: MixerCall, tolerances: Tolerances) -> None:
+    # In the same words for all layers, of which Python shows one.
+    warnings.warn(
+        f"{type(call.module).__name__} returns float32 that a kernel on this GPU has rounded more "
+        "than PyTorch does (Triton's products and cuDNN's convolutions are in TF32): its frozen "
+        f"operator agrees within {tolerances.kernels:.0e}, instead of {tolerances.dtype:.0e}, and "
+        "errors that are smaller would not be noticed. supported() says by how much each layer is "
+        "off; on a CPU, or where `torch.backends.cudnn.allow_tf32 = False` is enough, it is exact.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _again_in_wider_dtype(call: MixerCall, mask: Tensor | None) -> tuple[Errors, float] | None:
+    # The errors in it, and the tolerance. None where there is none, or where the mixer does not run
+    # in it: some kernels know some dtypes only.
+    narrow = call.output.dtype
+    if narrow not in WIDER or is_quantized(call.module):
         return None
+    wide = WIDER[narrow]
     try:
-        return _again(call, InWider(call.output.dtype), mask)
-    except (RuntimeError, TypeError, ValueError, AssertionError):  # kernels of some dtypes only
+        errors = _again(call, InWider(narrow), mask)
+    except (RuntimeError, TypeError, ValueError, AssertionError):
         return None
+    return errors, Tolerances.of(call.output.to(wide), SLACK * TOLERANCE[wide]).kernels
 
 
 def _again(

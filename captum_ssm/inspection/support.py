@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
-from captum_ssm.capture.check import Deviation, Rebuilt, tolerance_of
+from captum_ssm.capture.check import Deviation, Rebuilt
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.tolerances import tolerances_of
 from captum_ssm.discovery.search import shared
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.inspection.support_report import MixerSupport, Support
@@ -201,7 +202,7 @@ def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
         recurrence_error=of_recurrence,
         neighbor_share=mixer.neighbor_share,
     )
-    fits = error <= tolerance_of(layer.source, mixer.rounding)
+    fits = error <= tolerances_of(layer.source, mixer.rounding).kernels
     return found if fits else replace(found, problem=f"not reproduced: relative error {error:.0e}")
 
 

@@ -1,4 +1,4 @@
-"""How precise PyTorch was asked to make products of float32."""
+"""How precise products of float32 are."""
 
 from __future__ import annotations
 
@@ -29,3 +29,18 @@ def products_dtype(device: torch.device) -> torch.dtype:
     if found is None:  # before PyTorch 2.9
         found = torch.get_float32_matmul_precision()
     return _DTYPES.get(found, torch.float32)
+
+
+def kernels_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that kernels outside of PyTorch may round products of float32 to on a device.
+
+    Those that are written in Triton, as fla's and most of mamba-ssm's, make them on tensor cores in
+    TF32, whatever PyTorch was asked to do; so do cuDNN's convolutions, unless they are told not to.
+
+    Args:
+        device (torch.device): where the products are made.
+
+    Returns:
+        torch.dtype: float16 (for TF32, which has as many bits) on a GPU, else float32.
+    """
+    return torch.float16 if device.type == "cuda" else torch.float32

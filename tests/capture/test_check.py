@@ -9,14 +9,27 @@ from collections.abc import Iterator
 import pytest
 import torch
 from families import build
+from frozen import alter_a_head
 from methods import each_method
 from models import ids, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm import InputError, LaTIM, MambaLRP, MambaRollout, RawAttention, ReconstructionError
+from captum_ssm import (
+    InputError,
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    ReconstructionError,
+    supported,
+)
+from captum_ssm.capture import tolerances
 from captum_ssm.capture.wider_dtype import InWider
+from captum_ssm.discovery.measure import rerun
+from captum_ssm.discovery.scans import proof
 from captum_ssm.mixers import find_mixers
+from captum_ssm.utils.precision import kernels_dtype
 
 
 def asked(method: type) -> dict[str, int]:
@@ -165,6 +178,29 @@ def test_products_may_be_as_coarse_as_pytorch_was_allowed_to_make_them():
     mixer.register_forward_hook(lambda module, args, output: output * 1.004)
     with pytest.raises(ReconstructionError, match="float64"):
         MambaRollout(model).attribute(tokens)
+
+
+@pytest.mark.usefixtures("coarse_products")
+@pytest.mark.filterwarnings("ignore:.* a kernel on this GPU has rounded")
+def test_kernels_of_a_gpu_may_round_what_pytorch_does_not(monkeypatch):
+    model, tokens = build("mamba"), ids(2, 9)
+    with pytest.raises(ReconstructionError, match=r"1e-04 for torch\.float32"):
+        MambaRollout(model).attribute(tokens)
+    assert "not reproduced" in str(supported(model, tokens))
+    for file in (tolerances, proof, rerun):
+        monkeypatch.setattr(file, "kernels_dtype", lambda device: torch.float16)
+    with pytest.warns(UserWarning, match="a kernel on this GPU has rounded"):
+        assert MambaRollout(model).attribute(tokens).isfinite().all()
+    assert "not reproduced" not in str(supported(model, tokens))
+    _, (_, last) = find_mixers(model)
+    alter_a_head(last.out_proj)
+    with pytest.raises(ReconstructionError, match=r"1e-02 for torch\.float32"):
+        MambaRollout(model).attribute(tokens)
+
+
+def test_a_gpu_may_round_products_in_kernels():
+    assert kernels_dtype(torch.device("cuda", 1)) == torch.float16
+    assert kernels_dtype(torch.device("cpu")) == torch.float32
 
 
 SETTINGS = {

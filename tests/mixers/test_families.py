@@ -38,7 +38,8 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm.capture import Request, freeze
-from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction, tolerance_of
+from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction
+from captum_ssm.capture.tolerances import tolerances_of
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered, registry
 from captum_ssm.operators import SoftmaxOperator
 
@@ -466,7 +467,7 @@ def test_the_check_knows_a_gate_that_is_wrong_by_a_tenth(family, dtype, monkeypa
         rebuilt = mixer.output()
         wrong = rebuilt + 0.1 * (rebuilt - mixer.out_proj(torch.zeros_like(mixer.inputs)))
         error = Deviation.of(call, Rebuilt.of(mixer)).errors(None).whole
-        assert error <= 0.8 * tolerance_of(call, mixer.rounding)
+        assert error <= 0.8 * tolerances_of(call, mixer.rounding).dtype
         with pytest.raises(ReconstructionError):
             check_reconstruction(layer.name, call, replace(Rebuilt.of(mixer), output=wrong))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from captum_ssm.discovery.measure.cut_run import CutRun
@@ -13,9 +14,10 @@ from captum_ssm.graph.readers import Entries, entries
 from captum_ssm.graph.relevance_rules import ruled
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.utils.lazy import cached_property
+from captum_ssm.utils.precision import kernels_dtype
 
-# Rounding of float32, of values that are compared with what they should be.
-_ROUNDING = 1e-4
+# Rounding of products, of values that are compared with what they should be.
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2}
 
 
 class NotMeasured(UnsupportedModelError):
@@ -81,4 +83,4 @@ def is_close(a: Tensor, b: Tensor) -> bool:
 
 def is_small(x: Tensor, of: Tensor) -> bool:
     """Whether a tensor is no more than the rounding of another one."""
-    return float(x.norm()) <= _ROUNDING * float(of.norm())
+    return float(x.norm()) <= _ROUNDING[kernels_dtype(of.device)] * float(of.norm())

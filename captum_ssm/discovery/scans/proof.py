@@ -26,6 +26,7 @@ from captum_ssm.discovery.scans.packed import joined, sequences
 from captum_ssm.mixers.call import ScanResults
 from captum_ssm.operators import TokenOperator, WeightsOperator
 from captum_ssm.utils.nested import first_of, with_first
+from captum_ssm.utils.precision import kernels_dtype
 
 # The largest error relative to what the recurrence adds, by the coarsest dtype of the arguments.
 # In float32 right operators err by at most 1e-6.
@@ -246,7 +247,8 @@ def _compared(
 
 
 def _tolerance(call: FunctionCall, want: Tensor) -> float:
-    return TOLERANCE.get(call.half or want.dtype, 1.0)
+    dtype = call.half or want.dtype
+    return TOLERANCE.get(kernels_dtype(want.device) if dtype == torch.float32 else dtype, 1.0)
 
 
 def _error(
