@@ -6,9 +6,8 @@
 :mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads,
 :mod:`captum_ssm.kernels.weighted` that of channel means of heads. Each operation exists twice:
 
-* the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built. The CUDA
-  kernels (of all but :func:`map_distances` and :func:`weighted_rows`) are experimental: they
-  compile and are checked thread by thread on a CPU, but have not been run on a GPU yet;
+* the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built, and for
+  CUDA tensors if nvcc was there (all but :func:`map_distances` and :func:`weighted_rows`);
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
   argument: the fallback for any device.
 
