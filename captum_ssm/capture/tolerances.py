@@ -38,7 +38,7 @@ class Tolerances(NamedTuple):
 
     @classmethod
     def of(cls, output: Tensor, tolerance: float) -> Tolerances:
-        """Those for the output of a mixer, given that of its dtype."""
+        """The tolerances for the output of a mixer, given that of its dtype."""
         if output.dtype != torch.float32:
             return cls(tolerance, tolerance, tolerance)
         settings = max(tolerance, TOLERANCE[products_dtype(output.device)])
