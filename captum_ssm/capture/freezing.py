@@ -265,4 +265,5 @@ def _frozen_layers(
 
 
 def _brought(call: MixerCall, device: torch.device) -> MixerCall:
-    return call if call.output.device == device else moved(call, device)
+    source = call.output.device
+    return call if source == device else moved(call, source, device)

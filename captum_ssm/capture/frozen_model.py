@@ -84,8 +84,8 @@ class FrozenCall:
                 mixer = ReorderedMixer.of(mixer, self.order)
             if self.scale is not None:
                 mixer = _scaled(mixer, self.scale.to(mixer.out_weight))
-        device = self.call.output.device
-        return mixer if self.source.output.device == device else moved(mixer, device)
+        source, device = self.source.output.device, self.call.output.device
+        return mixer if source == device else moved(mixer, source, device)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -150,7 +150,9 @@ class FrozenStandIns:
 
     def takes(self, call: MixerCall) -> bool:
         """Whether this call's mixer is frozen while the model runs."""
-        return call.output.device.type == "cpu" and call.given_tokens().requires_grad
+        # Known kinds run without a graph, also on a GPU where the first of a kind was on the CPU.
+        is_needed = call.output.device.type == "cpu" or not call.output.requires_grad
+        return is_needed and call.given_tokens().requires_grad
 
     def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
         """What a frozen mixer computes, with the graph that gradients go through."""

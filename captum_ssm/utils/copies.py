@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -25,13 +24,13 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager, undo
 from captum_ssm.utils.clones import Clones
+from captum_ssm.utils.random_state import random_state_kept
 
 V = TypeVar("V")
 
@@ -274,8 +273,8 @@ def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
         copies = Copies()
         stack.push(copies.end)
         stack.push(copies.end)
-        for put_back in (_random_states(), _class_attributes([model, *also])):
-            undo(stack, put_back)
+        stack.enter_context(random_state_kept())
+        undo(stack, _class_attributes([model, *also]))
         copies.make(model, *also)
         stack.enter_context(_LOOKED_AT.block())
         stack.enter_context(bound(_RUNNING, (copies, *_RUNNING.get())))
@@ -308,22 +307,6 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             "modules one after the other, without a thread pool, while it is explained."
         )
     return _BEFORE(self, *args, **kwargs)
-
-
-def _random_states() -> Callable[[], None]:
-    # What puts the states of the process's random generators back.
-    own, host = random.getstate(), torch.get_rng_state()
-    numpy = np.random.get_state()  # noqa: NPY002
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def put_back() -> None:
-        torch.set_rng_state(host)
-        random.setstate(own)
-        np.random.set_state(numpy)  # noqa: NPY002
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-    return put_back
 
 
 def _class_attributes(models: Iterable[nn.Module]) -> Callable[[], None]:

@@ -142,13 +142,18 @@ def _memory(x: Tensor) -> tuple[torch.device, int]:
     return x.device, memory(x)
 
 
-def moved(value: V, device: torch.device) -> V:
-    """A copy of ``value`` whose tensors are on ``device``, and whose functions return theirs there.
+def moved(value: V, source: torch.device, device: torch.device) -> V:
+    """A copy of ``value`` whose tensors are on ``device``, and whose functions are called there.
 
     Containers and dataclasses are gone through; modules stay where they are.
+
+    Args:
+        value (Any): its functions take tensors on ``source`` only.
+        source (torch.device): what it was computed on.
+        device (torch.device): what a function of the copy is given, and returns, is here.
     """
 
     def moving(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: moved(function(*args), device)
+        return lambda *args: moved(function(*moved(args, device, source)), source, device)
 
     return map_tensors(lambda tensor: tensor.to(device), value, moving)

@@ -1,5 +1,7 @@
 """What the model writes: the ids are those of its own `generate`, and so is everything after."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,28 @@ def test_the_answer_is_what_generate_returns(family, words):
     assert answer_ids(explained) == expected
     assert len(explained.examples[0].outputs) == 6
     assert_same(explained, explain(model, words, TEXT, target=expected))
+
+
+def test_random_states_of_all_generators_stay(monkeypatch):
+    model = never_ending()
+    generate = model.generate
+
+    def random_everywhere(*args, **kwargs):
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        for state in gpus:
+            state.add_(1)
+        return generate(*args, **kwargs)
+
+    gpus = [torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)]
+    monkeypatch.setattr(model, "generate", random_everywhere)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [s.clone() for s in gpus])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda s: gpus.__setitem__(slice(2), s))
+    before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    explain(model, READ, max_new_tokens=2)
+    assert before == (random.getstate(), np.random.get_state()[2])  # noqa: NPY002
+    assert [state.tolist() for state in gpus] == [[0] * 8, [1] * 8]
 
 
 def test_it_is_greedy_whatever_the_models_settings_are():

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, TRANSFORMERS_4, build
+from families import FAMILIES, NO_STREAM, TRANSFORMERS_4, build
+from gpu import exact_convolutions
 from methods import METHODS, assert_close, each_method
 from models import embed, ids, tiny
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from captum_ssm.mixers.linear_layers import is_quantized
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import moved
 
+__all__ = ["exact_convolutions"]
 TOKENS = ids(2, 9)
 some_families = pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma"])
 
@@ -192,7 +194,7 @@ def tensors_of(mixer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_a_frozen_mixer_is_moved(family):
     for layer in freeze(Request.of(build(family), None, TOKENS)).layers:
-        there = moved(layer.mixer, torch.device("meta"))
+        there = moved(layer.mixer, torch.device("cpu"), torch.device("meta"))
         assert {t.device.type for t in tensors_of(there)} == {"meta"}
         assert len(tensors_of(there)) >= len(tensors_of(layer.mixer))
 
@@ -201,22 +203,30 @@ def test_all_of_a_frozen_mixer_is_moved(family):
 @each_method
 def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
     own = FrozenCall.mixer.fget
-    there = property(lambda layer: moved(own(layer), torch.device("cpu")))
+    cpu = torch.device("cpu")
+    there = property(lambda layer: moved(own(layer), cpu, cpu))
     monkeypatch.setattr(FrozenCall, "mixer", there)
     found = method(build(family)).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, expected(family, method))
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("exact_convolutions")
 @pytest.mark.parametrize("family", FAMILIES)
 @each_method
 def test_models_on_a_gpu(method, family):
-    found = method(build(family).cuda()).attribute(TOKENS.cuda(), target=5)
+    explained = method(build(family).cuda())
+    if method is LaTIM and family in NO_STREAM:
+        with pytest.raises(UnsupportedModelError, match="residual stream"):
+            explained.attribute(TOKENS.cuda(), target=5)
+        return
+    found = explained.attribute(TOKENS.cuda(), target=5)
     assert found.is_cuda
     torch.testing.assert_close(found.cpu(), expected(family, method), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("exact_convolutions")
 @some_families
 @each_method
 def test_layers_on_several_devices(method, family):

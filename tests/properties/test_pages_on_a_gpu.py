@@ -232,7 +232,7 @@ def test_memory_is_given_back(method, family):
         del found
         gc.collect()
         taken.append(torch.cuda.memory_allocated())
-    assert taken[1] == taken[2]
+    assert taken[2] <= taken[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

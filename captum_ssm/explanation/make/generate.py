@@ -16,6 +16,7 @@ from captum_ssm.explanation.make.inputs.reading import read_ids
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.random_state import random_state_kept
 from captum_ssm.utils.suggestions import did_you_mean
 
 # The text is given by ``explain``, and one answer to it is explained.
@@ -45,8 +46,7 @@ class Generation:
         """
         device = next(model.parameters()).device
         ids = torch.tensor([question.prompt.ids], device=device)
-        devices = [ids.device] if ids.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), _settings_kept(model):
+        with torch.no_grad(), random_state_kept(), _settings_kept(model):
             if callable(getattr(model, "generate", None)):
                 whole = self._generated(model, ids)
             else:
