@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import multiprocessing
 import sys
 import warnings
@@ -161,10 +162,14 @@ def main() -> None:
 def _agreement(package: str, name: str) -> Row:
     # What kernels compute does not depend on which of their configurations is the fastest here.
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    # mamba-ssm's first ones need more shared memory than there is.
-    if package == "fla":
-        autotuner.prune_configs = lambda self, _: self.configs[:1]
+    autotuner.prune_configs = lambda self, _: [min(self.configs, key=_size)]
     return agreement(package, name)
+
+
+def _size(config: Any) -> int:
+    # What a configuration of a Triton kernel takes of shared memory grows with.
+    sizes = [x for x in config.kwargs.values() if isinstance(x, int) and x > 0]
+    return config.num_stages * math.prod(sizes)
 
 
 def _version(package: str) -> str | None:
