@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from captum_ssm.operators import (
     TokenOperator,
     WeightsOperator,
 )
-from captum_ssm.utils.offload import moved
+from captum_ssm.utils.nested import map_tensors
 
 
 def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
@@ -275,13 +276,13 @@ def measured(op: TokenOperator, name: str, repeats: int, device: str) -> dict[st
 
 def main() -> None:
     args = arguments(__doc__, "operators")
+    there = partial(map_tensors, lambda x: x.to(args.device))
     rows = []
     for name, (make, naive, sizes, small) in KINDS.items():
         tiny = make(70, **{**sizes, **small})
-        device = torch.device(args.device)
-        check(name, moved(tiny, device).matrix(), naive(tiny), 1e-5)
+        check(name, there(tiny).matrix(), naive(tiny), 1e-5)
         for length in args.lengths or (1024, 2048):
-            op = moved(make(length, **sizes), device)
+            op = there(make(length, **sizes))
             found = measured(op, name, args.repeats, args.device)
             rows.append({"kind": name, "length": length, **found})
             print(rounded(rows[-1]))
