@@ -64,12 +64,28 @@ def load(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-def questions(name: str, count: int, seed: int, people: int = stories.PEOPLE) -> Questions:
-    """Held-out questions of a model's task."""
+def questions(
+    name: str,
+    count: int,
+    seed: int,
+    people: int = stories.PEOPLE,
+    length: int | None = None,
+) -> Questions:
+    """Held-out questions of a model's task; ``length`` is that of stories, in words."""
     kind = Path(name).name.partition("-")[0]
     if kind == "stories":
-        return _stories(count, seed, people)
+        return _stories(count, seed, people, length)
+    if length is not None:
+        raise SystemExit(f"{name}: only stories have a length of one's choice")
     return (_copying if kind == "copying" else _passkey)(count, seed)
+
+
+@torch.no_grad()
+def answered(model: Any, q: Questions) -> Questions:
+    """The questions that a model answers right, in the same order."""
+    at = torch.arange(len(q))
+    likeliest = torch.cat([model(ids[None]).logits.argmax(-1) for ids in q.ids])
+    return q[likeliest[at, q.positions] == q.answers]
 
 
 def _copying(count: int, seed: int) -> Questions:
@@ -93,9 +109,12 @@ def _passkey(count: int, seed: int) -> Questions:
     return Questions(ids, answers, foils, torch.full_like(answers, ids.shape[1] - 1), corrupted)
 
 
-def _stories(count: int, seed: int, people: int) -> Questions:
+def _stories(count: int, seed: int, people: int, length: int | None) -> Questions:
     each = -(-count // len(stories.KINDS))
-    drawn = [stories.held_out_questions(each, k, seed, people=people) for k in stories.KINDS]
+    drawn = [
+        stories.held_out_questions(each, kind, seed, people=people, length=length)
+        for kind in stories.KINDS
+    ]
     ids, answers, foils, causes = (
         torch.stack([getattr(q, key) for q in drawn], 1).flatten(0, 1)
         for key in ("tokens", "answers", "foils", "causes")

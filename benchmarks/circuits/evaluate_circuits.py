@@ -2,8 +2,10 @@
 
     python benchmarks/circuits/evaluate_circuits.py copying-mamba --examples 24
     python benchmarks/circuits/evaluate_circuits.py            # all models; then the tables
+    python benchmarks/circuits/evaluate_circuits.py stories-mamba --length 512 --examples 24
 
-One record per model in ``results``; ``tables.md`` is made of all of them.
+One record per model in ``results``; ``tables.md`` is made of all of them. Long stories, of which
+the questions are those that the model answers right, are in ``results/long``.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 import transformers
-from circuit_questions import NAMES, Questions, load, questions
+from circuit_questions import NAMES, Questions, answered, load, questions
 from circuit_rankings import maps, relevance
 from circuit_tables import write_tables
+from torch import Tensor
 
 from captum_ssm.interventions import Reference
 from captum_ssm.metrics import CircuitFaithfulness, circuit_faithfulness
@@ -70,16 +73,18 @@ def plans(model: Any, q: Questions, seed: int) -> list[tuple[str, str, Any, Any]
     return found
 
 
-def evaluate(name: str, count: int) -> list[dict[str, Any]]:
-    """All rankings under all ablations."""
-    model, q = load(name), questions(name, count, SEED)
+def evaluate(name: str, count: int, length: int | None) -> tuple[list[dict[str, Any]], int]:
+    """All rankings under all ablations, and of how many questions."""
+    model, q = load(name), questions(name, count, SEED, length=length)
     model.config.use_cache = False
     with fast_scan() if model.config.model_type == "mamba" else nullcontext():
-        return _evaluated(name, model, q)
+        if length is not None:
+            q = answered(model, q)
+        others = questions(name, OTHERS, SEED + 1, length=length).ids
+        return _evaluated(name, model, q, others), len(q)
 
 
-def _evaluated(name: str, model: Any, q: Questions) -> list[dict[str, Any]]:
-    others = questions(name, OTHERS, SEED + 1).ids
+def _evaluated(name: str, model: Any, q: Questions, others: Tensor) -> list[dict[str, Any]]:
     ablations: dict[str, dict[str, Any]] = {
         "zero": {},
         "mean": {"ablation": Reference.of(model, others)},
@@ -112,26 +117,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", help="names, or folders of checkpoints")
     parser.add_argument("--examples", type=int, default=100)
+    parser.add_argument("--length", type=int, help="words of a story. Default: about 50")
     parser.add_argument("--tables", action="store_true", help="only make the tables anew")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    results = RESULTS / "long" if args.length else RESULTS
     for name in [] if args.tables else args.models or NAMES:
         start = time.process_time()
-        rows = evaluate(name, args.examples)
+        rows, count = evaluate(name, args.examples, args.length)
         save(
-            RESULTS / f"{Path(name).name}.json",
+            results / f"{Path(name).name}.json",
             "circuits",
             rows,
             model=Path(name).name,
-            examples=args.examples,
+            examples=count,
+            asked=args.examples,
+            length=args.length,
             ks=KS,
             cpu_time=True,
             seconds=round(time.process_time() - start),
             transformers=transformers.__version__,
         )
         print(name, f"{time.process_time() - start:.0f} s", flush=True)
-    write_tables(RESULTS)
+    write_tables(results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The questions ask what they say: another token at one place makes the foil right."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from circuit_questions import NAMES, questions
+from circuit_questions import NAMES, answered, load, questions
 from circuit_tables import write_tables
 
 TASKS = [name for name in NAMES if name in ("copying-mamba", "passkey-mamba", "stories-mamba")]
@@ -21,6 +22,20 @@ def test_a_question_differs_from_its_corrupted_one_in_the_token_that_decides(nam
     if not name.startswith("stories"):  # there the word decides which one follows
         assert torch.equal(q.ids[changed], q.answers)
         assert torch.equal(q.corrupted[changed], q.foils)
+
+
+def test_questions_of_long_stories_are_those_that_the_model_answers():
+    asked = questions("stories-mamba", 6, seed=0, length=200)
+    assert asked.ids.shape == (6, 200)
+    model = load("stories-mamba")
+    right = answered(model, asked)
+    with torch.no_grad():
+        said = model(right.ids).logits[:, -1].argmax(-1)
+    assert 3 <= len(right) <= 6
+    assert torch.equal(said, right.answers)
+    assert not len(answered(model, replace(asked, answers=asked.foils)))
+    with pytest.raises(SystemExit, match="only stories"):
+        questions("copying-mamba", 6, seed=0, length=200)
 
 
 def test_tables_hold_means_over_models_and_paired_differences(tmp_path):
