@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("other")
 torch.__future__.set_overwrite_module_params_on_conversion(True)
+torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes them on the CPU first
 
 DEVICE = torch.device("other", 0)
 aten: Any = torch.ops.aten
@@ -79,6 +81,10 @@ def computed(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
     if is_other and asked is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
+    if others and torch.Tag.inplace_view in function.tags:  # such as squeeze_
+        function(_held(args[0]), *args[1:], **kwargs)
+        with no_dispatch():
+            return function(*args, **kwargs)
     args, kwargs = tree_map(_held, (args, kwargs))
     found = function(*args, **kwargs)
     given = {id(_held(x)): x for x in tensors}  # what is written in place is returned as it is

@@ -296,5 +296,6 @@ def _of_input(frozen: FrozenModel, tensor: Tensor, relevance: Tensor) -> Tensor:
     # Padding has no relevance.
     mask = frozen.mask
     if mask is not None and relevance.shape[:2] == mask.shape and relevance.dim() <= 3:
-        relevance = relevance * mask.reshape(*mask.shape, *[1] * (relevance.dim() - 2))
+        mask = mask.reshape(*mask.shape, *[1] * (relevance.dim() - 2))
+        relevance = relevance * mask.to(relevance.device)
     return relevance.to(tensor.device)

@@ -41,6 +41,7 @@ from captum_ssm.capture import FrozenModel, Readout, Request
 from captum_ssm.capture.target import Against
 from captum_ssm.mixers.components import check_formulation
 from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.offload import moved
 
 RULES = ("lrp", "gradient", "integrated")
 # A graph that loses a larger share of the relevance at a token says so.
@@ -327,13 +328,13 @@ class RelevanceFlow(MambaLRP):
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
             layers = {one.name: one for one in _layers(frozen, kept, found, formulation)}
-            nodes = nodes_of(streams, run.coefficient_at)
+            nodes = nodes_of(streams, run.coefficient_at, frozen.layers[0].device)
         if balanced:
             nodes = with_shifts(nodes, list(layers.values()), run, formulation)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(
             layers,
-            score.detach(),
+            score.detach().to(frozen.layers[0].device),
             relevance,
             nodes,
             steps,
@@ -371,7 +372,8 @@ def _layers(
     formulation: str | None,
 ) -> list[LayerEdges]:
     chosen = formulation or _natural(kept)
-    return [
+    found = [
         layer_edges(layer, one, found, chosen)
         for layer, one, found in zip(frozen.layers, kept, coefficients, strict=True)
     ]
+    return [moved(one, one.out.device, frozen.layers[0].device) for one in found]

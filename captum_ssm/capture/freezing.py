@@ -265,5 +265,4 @@ def _frozen_layers(
 
 
 def _brought(call: MixerCall, device: torch.device) -> MixerCall:
-    source = call.output.device
-    return call if source == device else moved(call, source, device)
+    return moved(call, call.output.device, device)

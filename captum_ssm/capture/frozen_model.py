@@ -84,8 +84,12 @@ class FrozenCall:
                 mixer = ReorderedMixer.of(mixer, self.order)
             if self.scale is not None:
                 mixer = _scaled(mixer, self.scale.to(mixer.out_weight))
-        source, device = self.source.output.device, self.call.output.device
-        return mixer if source == device else moved(mixer, source, device)
+        return moved(mixer, self.source.output.device, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The one that the call and the frozen mixer are on: that of the first mixer."""
+        return self.call.output.device
 
     @property
     def shape(self) -> tuple[int, int]:

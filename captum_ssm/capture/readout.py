@@ -169,7 +169,7 @@ class Readout(nn.Module):
                 f"{stream.shape[-1]} at each token; expected as many."
             )
         if isinstance(self.encoder, nn.Linear):
-            stream = stream.to(self.encoder.weight.dtype)
+            stream = stream.to(self.encoder.weight)
         found = self.encoder(stream)
         if not torch.is_tensor(found) or found.shape[:-1] != stream.shape[:-1]:
             shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
@@ -207,7 +207,7 @@ class Readout(nn.Module):
                 given, named = found[0]
                 features = self.state(*given, **named)
                 bias = getattr(self.encoder, "bias", None)
-                return features if bias is None else features + bias
+                return features if bias is None else features + bias.to(features)
             return self.encode(stream_of(self.side, *found[0]))
         raise InputError(
             f"the model did not run {self.layer}, or runs compiled; expected a layer that every "

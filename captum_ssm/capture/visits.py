@@ -24,6 +24,7 @@ from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import channels_of, past_before
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
+from captum_ssm.utils.offload import sent_ahead
 from captum_ssm.utils.progress import Bar
 from captum_ssm.wiring.cuts import RunCuts
 
@@ -81,6 +82,8 @@ class Visits:
 
     def enter(self, module: nn.Module, inputs: Any) -> Any:
         """What a module is to be given, in place of ``inputs``."""
+        if module in self.mixers or module._parameters:  # not a block, whose parts are looked at
+            inputs = sent_ahead(module, inputs)
         if module in self.mixers:
             # Before the mixer writes into its cache.
             call = self._call(module, inputs, None)

@@ -22,6 +22,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.inspection.support_report import MixerSupport, Support
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.registry import how_known
+from captum_ssm.utils.offload import moved
 from captum_ssm.utils.progress import progress
 from captum_ssm.utils.quiet import quiet
 
@@ -145,6 +146,9 @@ def _mixes(call: MixerCall, tokens: int) -> bool:
     first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
     if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
         return False
+    weights = (p.device for p in call.module.parameters() if not p.is_meta)
+    device = call.output.device
+    call = moved(call, device, next(weights, device))
     args = list(call.args)
     args[first] = args[first].clone()
     args[first][:, 0] = call.args[first][:, -1]

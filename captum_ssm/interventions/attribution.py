@@ -24,6 +24,7 @@ from captum_ssm.interventions.states import state_operator
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.memory import states_of, writes
 from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.offload import moved
 from captum_ssm.utils.retry import retry_with_copies
 
 RULES = ("gradient", "relp")
@@ -118,6 +119,7 @@ class _Slopes:
 
 def _effect(component: str, slopes: _Slopes, clean: FrozenCall, corrupted: FrozenCall) -> Tensor:
     # The effect of patching each token, (B, L).
+    slopes = moved(slopes, slopes.output.device, clean.device)
     if component == "output":
         change = clean.call.output - corrupted.call.output
         return (change * slopes.output).reshape(*clean.shape, -1).sum(-1)

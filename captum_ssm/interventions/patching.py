@@ -20,6 +20,7 @@ from captum_ssm.operators import DiagonalOperator, TokenOperator
 from captum_ssm.operators.part import part_of
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.offload import moved
 
 COMPONENTS = ("output", "values", "state")
 
@@ -262,7 +263,7 @@ def _patch(frozen: FrozenModel, component: str, tokens: Tokens) -> Callable[[Ope
         mask = mask_of("tokens", tokens, (operator.batch, operator.length), current.device)
         if component == "output":
             return torch.where(mask.view(*current.shape[:-1], 1), times(other, k), current)
-        mixer = layer.mixer
+        mixer = moved(layer.mixer, layer.device, current.device)
         if component == "state":
             return opened.returning_mixed(_with_state(opened, mixer, mask, k))
         scans = zip(mixer.scans_in_order(), opened.mixer.scans_in_order(), strict=True)

@@ -42,6 +42,31 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
         yield
 
 
+def sent_ahead(module: nn.Module, inputs: Any) -> Any:
+    """What ``module`` is given, with its numbers on the device that accelerate would send them to.
+
+    A caller that looks at inputs before the module's hook does then has them where the weights are.
+
+    Args:
+        module (nn.Module): with the hook, if it has one.
+        inputs (tuple): ``(args, kwargs)``.
+    """
+    hook: Any = module.__dict__.get("_hf_hook")
+    device = getattr(hook, "execution_device", None)
+    if device is None or hook.io_same_device:  # what it returns would not be sent back
+        return inputs
+    args, kwargs = inputs
+    return _sent(args, device), {name: _sent(value, device) for name, value in kwargs.items()}
+
+
+def _sent(value: Any, device: Any) -> Any:
+    # A cache, which is written to, stays the one that it is.
+    if type(value) is tuple:
+        return tuple(_sent(one, device) for one in value)
+    is_sent = torch.is_tensor(value) and value.is_floating_point()
+    return value.to(device) if is_sent else value
+
+
 @contextmanager
 def reloaded_in_backward(model: nn.Module) -> Iterator[None]:
     """Run a copy of a model such that no graph keeps the weights that accelerate loads for a call.
@@ -143,7 +168,7 @@ def _memory(x: Tensor) -> tuple[torch.device, int]:
 
 
 def moved(value: V, source: torch.device, device: torch.device) -> V:
-    """A copy of ``value`` whose tensors are on ``device``, and whose functions are called there.
+    """``value``, or a copy with its tensors on ``device``, whose functions are called there.
 
     Containers and dataclasses are gone through; modules stay where they are.
 
@@ -152,6 +177,8 @@ def moved(value: V, source: torch.device, device: torch.device) -> V:
         source (torch.device): what it was computed on.
         device (torch.device): what a function of the copy is given, and returns, is here.
     """
+    if source == device:
+        return value
 
     def moving(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: moved(function(*moved(args, device, source)), source, device)

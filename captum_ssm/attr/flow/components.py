@@ -133,7 +133,8 @@ def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -
         UnsupportedModelError: for a stream that is not a sum of what the parts write.
     """
     run.check()
-    after = run.total(run.streams[-1].after)
+    device, score = layers[0].out.device, score.detach().to(layers[0].out.device)
+    after = run.total(run.streams[-1].after).to(device)
     names, kinds, rows = [], [], []
     written = torch.zeros_like(after)
     for part, coefficient in run.parts:
@@ -149,13 +150,13 @@ def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -
             kinds.append("mlp")
             rows.append(_by_token(coefficient, part.output, after))
             written = written + rows[-1]
-    embedding = run.total(run.streams[0].before)
+    embedding = run.total(run.streams[0].before).to(device)
     if not run.begins_plainly():  # a norm of the embeddings, with its bias, is a part of them
         embedding = after - written
     error = _relative(after.sum(1) - written.sum(1) - embedding.sum(1), [embedding, *rows])
     _check_balance(error, run.streams[-1].after[0].dtype)
-    bias = score.detach().double() - after.sum(1)
-    reads = (run.at_streams[id(run.streams[-1].after[0])].flatten(2) != 0).any(-1).double()
+    bias = score.double() - after.sum(1)
+    reads = (run.at_streams[id(run.streams[-1].after[0])].flatten(2) != 0).any(-1).to(after)
     rows = [embedding, *rows, bias[:, None] * reads / reads.sum(1, keepdim=True).clamp(min=1)]
     by_token = torch.stack(rows, 1).to(torch.promote_types(score.dtype, torch.float32))
     return Components(
@@ -163,7 +164,7 @@ def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -
         ["embedding", *kinds, "bias"],
         by_token.sum(2),
         by_token,
-        score.detach(),
+        score,
         {layer.name: layer for layer in layers},
         error,
     )
@@ -172,7 +173,7 @@ def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -
 def _by_token(coefficient: Tensor, x: Tensor, like: Tensor) -> Tensor:
     # (B, L), of what a module returned, (B, L, E) or (B * L, E).
     product = coefficient.double() * x.detach().double()
-    return product.reshape(*like.shape, -1).sum(-1)
+    return product.reshape(*like.shape, -1).sum(-1).to(like.device)
 
 
 def _relative(difference: Tensor, rows: Sequence[Tensor]) -> float:

@@ -242,7 +242,7 @@ def _are_parallel(g: Tensor, last: Tensor) -> bool:
     # Whether coefficients are others times a number.
     if g.shape != last.shape:
         return False
-    a, b = g.double(), last.double()
+    a, b = g.double(), last.to(g.device, torch.float64)
     factor = (a * b).sum() / (b * b).sum().clamp(min=1e-300)
     scale = a.abs().amax().clamp(min=1e-300)
     return bool((a - factor * b).abs().amax() <= _UNCHANGED * scale)

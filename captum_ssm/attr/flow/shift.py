@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.flow.activations import Activations, BlockStream, PropagatedRun
+from captum_ssm.attr.flow.activations import BlockStream, PropagatedRun
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.flow.stream import BlockNodes, total_of
 from captum_ssm.graph.relevance_rules import ruled
@@ -35,7 +35,7 @@ def with_shifts(
     if len(blocks) != len(run.streams):
         return list(blocks)
     return [
-        replace(block, shifts=_shifts(stream, run.kept[block.mixers[0]], run, formulation))
+        replace(block, shifts=_shifts(block, stream, run, formulation))
         if _has_one_mixer(stream) and _is_off(block, layers[block.mixers[0]])
         else block
         for block, stream in zip(blocks, run.streams, strict=True)
@@ -55,44 +55,51 @@ def _is_off(block: BlockNodes, layer: LayerEdges) -> bool:
 
 
 def _shifts(
-    stream: BlockStream, kept: Activations, run: PropagatedRun, formulation: str
+    block: BlockNodes, stream: BlockStream, run: PropagatedRun, formulation: str
 ) -> tuple[Tensor, Tensor]:
     # What the token before gives to each token, (B, L): into what its edges start at, and past the
     # scan, as a shift in an MLP does. The relevance of every second token is propagated; what then
     # arrives at the tokens between comes from their neighbors.
+    kept, device = run.kept[block.mixers[0]], block.before.device
     starts = kept.values if formulation == "hidden" else kept.inputs
     after, before, sources = map(run.with_coefficients, (stream.after, stream.before, starts))
     given = [x for x, _ in before]
     cut = [x for x in kept.mixed if x.requires_grad]
     roots = [x.grad_fn for x, _ in (*after, *sources)]
     ends = [torch.autograd.graph.get_gradient_edge(x).node for x in given]
-    color = torch.arange(given[0].shape[1], device=given[0].device) % 2
-    found = torch.zeros(2, *given[0].shape[:2], device=given[0].device)
+    color = torch.arange(given[0].shape[1], device=device) % 2
+    found = torch.zeros(2, *given[0].shape[:2], device=device)
     with torch.enable_grad(), ruled(roots, ends):
         for one in (0, 1):
             at = (color == one)[:, None]
-            into = _pulled([x for x, _ in sources], given, [g * at for _, g in sources])
-            wanted = [kept.output, *cut, *given]
-            past = _pulled([x for x, _ in after], wanted, [g * at for _, g in after])
-            inside = _pulled(cut, given, past[1 : 1 + len(cut)])
+            into = _pulled(sources, given, at)
+            past = _pulled(after, [kept.output, *cut, *given], at)
+            inside = _pulled([*zip(cut, past[1:], strict=False)], given)
             around = [a - b for a, b in zip(past[1 + len(cut) :], inside, strict=True)]
-            totals = _total(into, given), _total([past[0], *around], [kept.output, *given])
+            totals = (
+                _total(into, given, device),
+                _total([past[0], *around], [kept.output, *given], device),
+            )
             for n, total in enumerate(totals):
                 found[n, :, 1:] += torch.where(at[1:, 0], total[:, :-1], 0)
     return found[0], found[1]
 
 
-def _total(coefficients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    parts = (total_of(g, x) for g, x in zip(coefficients, tensors, strict=True))
+def _total(
+    coefficients: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device
+) -> Tensor:
+    parts = (total_of(g, x, device) for g, x in zip(coefficients, tensors, strict=True))
     return sum_of([part for part in parts if part is not None])
 
 
 def _pulled(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], at: Tensor | None = None
 ) -> list[Tensor]:
+    # From outputs with their gradients, of some tokens only.
     if not outputs:
         return [torch.zeros_like(x) for x in inputs]
+    gradients = [g if at is None else g * at.to(g.device) for _, g in outputs]
     found = torch.autograd.grad(
-        list(outputs), list(inputs), list(gradients), retain_graph=True, allow_unused=True
+        [x for x, _ in outputs], list(inputs), gradients, retain_graph=True, allow_unused=True
     )
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]

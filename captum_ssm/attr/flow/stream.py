@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -105,12 +106,15 @@ def _between_norms(
 
 
 def nodes_of(
-    streams: Sequence[BlockStream], coefficient: Callable[[Tensor], Tensor | None]
+    streams: Sequence[BlockStream],
+    coefficient: Callable[[Tensor], Tensor | None],
+    device: torch.device,
 ) -> list[BlockNodes]:
-    """The relevance of the tokens around each block, from the coefficients of tensors."""
+    """The relevance of the tokens around each block, on a device, from coefficients of tensors."""
 
     def total(tensors: Sequence[Tensor]) -> Tensor | None:
-        parts = [part for x in tensors if (part := total_of(coefficient(x), x)) is not None]
+        found = (total_of(coefficient(x), x, device) for x in tensors)
+        parts = [part for part in found if part is not None]
         return sum_of(parts) if parts else None
 
     # What several blocks are given, such as the embeddings once more, is not the stream.
@@ -123,13 +127,14 @@ def nodes_of(
             continue
         residual = None
         if len(given) == len(stream.after) == 1:
-            residual = total_of(coefficient(stream.after[0]), given[0])
+            residual = total_of(coefficient(stream.after[0]), given[0], device)
         found.append(BlockNodes(stream.mixers, before, after, residual))
     return found
 
 
-def total_of(coefficient: Tensor | None, x: Tensor) -> Tensor | None:
+def total_of(coefficient: Tensor | None, x: Tensor, device: torch.device) -> Tensor | None:
     """The relevance ``(B, L)`` of the tokens of ``x (B, L, ...)``, from its coefficients."""
     if coefficient is None or coefficient.shape != x.shape:
         return None
-    return (coefficient.detach().float() * x.detach().float()).flatten(2).sum(-1)
+    coefficient = coefficient.detach().to(x.device, torch.float32)
+    return (coefficient * x.detach().float()).flatten(2).sum(-1).to(device)
