@@ -270,9 +270,8 @@ class FrozenModel:
                 stacklevel=2,
             )
         if self.wiring.neighbor_share:
-            share = max(self.wiring.neighbor_share, 0.001)  # is not shown as none
             warnings.warn(
-                f"between mixers tokens read up to {share:.1%} from one "
+                f"between mixers tokens read up to {self.wiring.neighbor_percent} from one "
                 "another by something that is not a mixer (a token shift, a convolution, a gate "
                 "for all tokens), which the maps do not show. MambaLRP accounts for it.",
                 UserWarning,

@@ -251,8 +251,8 @@ def between(frozen: FrozenModel) -> str:
     if wiring.past:
         notes.append(wiring.past)
     if wiring.neighbor_share:
-        share = max(wiring.neighbor_share, 0.001)  # is not shown as none
-        notes.append(f"tokens read up to {share:.1%} from one another, which no map shows")
+        share = wiring.neighbor_percent
+        notes.append(f"tokens read up to {share} from one another, which no map shows")
     if not wiring.steps[0].reads and frozen.grid is None:
         notes.append("the way from the input to the first mixer was not measured")
     return "; ".join(notes) or "each token is processed by itself and keeps its position"

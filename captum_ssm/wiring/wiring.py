@@ -194,6 +194,11 @@ class Wiring:
         return {call: i for i, step in enumerate(self.steps) for call in step.calls}
 
     @property
+    def neighbor_percent(self) -> str:
+        """The share that tokens read from one another, in percent; a small one is not none."""
+        return f"{max(self.neighbor_share, 0.001):.1%}"
+
+    @property
     def is_chain(self) -> bool:
         """Whether each step after the first reads the one before it, token by token."""
         reads = [*(step.stream for step in self.steps), self.output]

@@ -203,8 +203,8 @@ def test_all_of_a_frozen_mixer_is_moved(family):
 @each_method
 def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
     own = FrozenCall.mixer.fget
-    cpu = torch.device("cpu")
-    there = property(lambda layer: moved(own(layer), cpu, cpu))
+    here, other = torch.device("cpu"), torch.device("cpu", 0)  # the same, by another name
+    there = property(lambda layer: moved(own(layer), here, other))
     monkeypatch.setattr(FrozenCall, "mixer", there)
     found = method(build(family)).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, expected(family, method))
