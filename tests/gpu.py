@@ -13,6 +13,13 @@ from torch import Tensor, nn
 
 DEVICE = "cuda"
 Move = Callable[[Tensor], Tensor]
+# The marks of a file of such tests.
+ON_A_GPU = [
+    pytest.mark.cuda,
+    pytest.mark.every_case,
+    pytest.mark.usefixtures("exact_convolutions"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def numbers(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ import inputs
 import pytest
 import torch
 import wild
-from gpu import Move, assert_same, exact_convolutions, on_both
+from gpu import ON_A_GPU, Move, assert_same, exact_convolutions, on_both
 from methods import each_method
 from models import made
 from torch import Tensor, nn
@@ -19,12 +19,7 @@ from captum_ssm import LaTIM, MambaLRP, MambaRollout, RawAttention, UnsupportedM
 from captum_ssm.metrics import perturbation, segmentation
 
 __all__ = ["exact_convolutions"]
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.every_case,
-    pytest.mark.usefixtures("exact_convolutions"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_A_GPU
 
 
 @each_method

@@ -10,7 +10,7 @@ import torch
 from captum.attr import NoiseTunnel
 from captum.metrics import infidelity, sensitivity_max
 from families import build
-from gpu import DEVICE, Move, assert_same, devices_of, exact_convolutions, on_both
+from gpu import DEVICE, ON_A_GPU, Move, assert_same, devices_of, exact_convolutions, on_both
 from methods import METHODS, each_method
 from models import embed, ids
 from torch import Tensor, nn
@@ -61,12 +61,7 @@ from captum_ssm.metrics import (
 )
 
 __all__ = ["exact_convolutions"]
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.every_case,
-    pytest.mark.usefixtures("exact_convolutions"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_A_GPU
 FAMILIES = ("mamba", "mamba2", "qwen3_next")
 L = 9
 TOKENS = ids(2, L)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from captum.attr import TextTokenInput
 from families import build
-from gpu import DEVICE, assert_same, exact_convolutions
+from gpu import DEVICE, ON_A_GPU, assert_same, exact_convolutions
 from methods import METHODS, each_method
 from models import ids, tiny
 from torch import nn
@@ -35,12 +35,7 @@ from captum_ssm.explanation import open_dataset
 from captum_ssm.interventions import circuit, knockout
 
 __all__ = ["exact_convolutions"]
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.every_case,
-    pytest.mark.usefixtures("exact_convolutions"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_A_GPU
 TEXT = "The bird near the dogs sings. The dogs near the bird"
 TOKENS = ids(2, 9)
 IS_GPU = DEVICE == "cuda"
