@@ -5,7 +5,8 @@
     python benchmarks/circuits/evaluate_circuits.py stories-mamba --length 512 --examples 24
 
 One record per model in ``results``; ``tables.md`` is made of all of them. Long stories, of which
-the questions are those that the model answers right, are in ``results/long``.
+the questions are those that the model answers right, are in ``results/long``, and models that are
+not in the repository in ``results/other_trainings``.
 """
 
 from __future__ import annotations
@@ -113,6 +114,13 @@ def _evaluated(name: str, model: Any, q: Questions, others: Tensor) -> list[dict
     return rows
 
 
+def folder_of(name: str, length: int | None) -> Path:
+    """Where the record of a model goes: tables are made of models that are asked the same."""
+    if length is not None:
+        return RESULTS / "long"
+    return RESULTS / "other_trainings" if Path(name).is_dir() else RESULTS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", help="names, or folders of checkpoints")
@@ -122,8 +130,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    results = RESULTS / "long" if args.length else RESULTS
     for name in [] if args.tables else args.models or NAMES:
+        results = folder_of(name, args.length)
         start = time.process_time()
         rows, count = evaluate(name, args.examples, args.length)
         save(
@@ -140,7 +148,8 @@ def main() -> None:
             transformers=transformers.__version__,
         )
         print(name, f"{time.process_time() - start:.0f} s", flush=True)
-    write_tables(results)
+    for folder in sorted({path.parent for path in RESULTS.rglob("*.json")} - {RESULTS / "found"}):
+        write_tables(folder)
 
 
 if __name__ == "__main__":
