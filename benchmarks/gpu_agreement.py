@@ -6,8 +6,8 @@ far its frozen operator is from what the package's kernels return, relative to i
 Then MambaLRP: its convergence delta relative to the sum of its absolute relevance, and how well the
 relevance of tokens in bfloat16 agrees with that in float32 (cosine), of the same weights.
 
-    python benchmarks/gpu.py --workers 8
-    python benchmarks/gpu.py --package fla --only Comba
+    python benchmarks/gpu_agreement.py --workers 8
+    python benchmarks/gpu_agreement.py --package fla --only Comba
 
 Each class runs in a process of its own, as most of the time goes into compiling Triton's kernels.
 """
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--package", choices=("mamba_ssm", "fla", "transformers"), action="append")
     parser.add_argument("--only", nargs="+", help="classes")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_agreement.json")
     args = parser.parse_args()
     wanted = [
         (package, name)
@@ -156,7 +156,7 @@ def main() -> None:
             rows.append(done.result())
             print(shown(rows[-1]), flush=True)
             ordered = sorted(rows, key=lambda row: (row["package"], row["class"]))
-            save(args.output, "gpu", ordered, **versions)
+            save(args.output, "gpu_agreement", ordered, **versions)
 
 
 def _agreement(package: str, name: str) -> Row:
