@@ -19,10 +19,9 @@ from captum_ssm.mixers.memory import (
     carried,
     changes_of_state,
     check_directions,
-    joined_states,
     memory_of,
     split_states,
-    states_of,
+    state_of,
 )
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.blocks import contextmanager
@@ -118,7 +117,7 @@ def _written(
 ) -> Tensor:
     # What is added to the state after each token of the mask `at`, (B, L, D, N) or (B, L, H, K, P).
     operator = memory_of(mixer)
-    states = joined_states([*states_of(mixer)], operator)
+    states = state_of(mixer)
     decoder = check_decoder(readout)[chosen].to(states)
     written, change = torch.zeros_like(states), torch.zeros_like(states[:, 0])
     for t in range(at.shape[1]):

@@ -83,6 +83,11 @@ def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
     return (read.matvec(mixer.values) for read in reads(memory_of(mixer)))
 
 
+def state_of(mixer: FrozenMixer) -> Tensor:
+    """The state after every token, ``(B, L, D, N)`` or ``(B, L, H, K, P)``."""
+    return joined_states([*states_of(mixer)], memory_of(mixer))
+
+
 def changes_of_state(mixer: FrozenMixer) -> Iterator[TokenOperator]:
     """For each of the N states, what the recurrence makes of changes of it.
 

@@ -15,10 +15,9 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.memory import (
     changes_of_state,
     check_directions,
-    joined_states,
     memory_of,
     split_states,
-    states_of,
+    state_of,
 )
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.integers import as_index
@@ -171,7 +170,7 @@ def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]
     operator = memory_of(mixer)
     check_directions(operator, decoder)
     g = _coefficient(run, kept.mixed[0], f"what {readout.layer} reads of its state")
-    state = joined_states([*states_of(mixer)], operator)
+    state = state_of(mixer)
     values = readout.encode(state.flatten(2)).to(g)
     slopes, total = torch.zeros_like(values), torch.zeros_like(g[..., 0])
     parts = (split_states(x.to(g), operator) for x in (state, decoder))
