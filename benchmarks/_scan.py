@@ -24,6 +24,7 @@ from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.rwkv import modeling_rwkv
 
+from captum_ssm import kernels
 from captum_ssm.models import s6
 
 
@@ -91,7 +92,7 @@ def selective_scan(
     """Stand-in for transformers' ``mamba_selective_scan``; the layout is theirs.
 
     ``hidden_states``, ``dt`` and ``z`` are ``(batch, channels, length)``, ``B`` and ``C`` are
-    ``(batch, state, length)``.
+    ``(batch, state, length)``. On a GPU, the library's own scan takes its gradients in one pass.
     """
     if return_last_state:
         raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
@@ -103,10 +104,16 @@ def selective_scan(
     def time_first(tensor: Tensor) -> Tensor:
         return tensor.permute(2, 0, 1).contiguous()
 
-    step = time_first(dt)
-    signal = time_first(hidden_states)
-    out: Tensor = _Scan.apply(step, step * signal, A, time_first(B), time_first(C))
-    out = out.permute(1, 2, 0)
+    out: Tensor
+    if dt.is_cuda:
+        step, B, C = (x.transpose(1, 2) for x in (dt, B, C))
+        coefficients = kernels.DiagonalCoefficients(step, step, A, B[:, :, None], C[:, :, None])
+        out = kernels.diagonal_scan(hidden_states.transpose(1, 2), coefficients).transpose(1, 2)
+    else:
+        step = time_first(dt)
+        signal = time_first(hidden_states)
+        out = _Scan.apply(step, step * signal, A, time_first(B), time_first(C))
+        out = out.permute(1, 2, 0)
     if D is not None:
         out = out + hidden_states * D[:, None]
     if z is not None:

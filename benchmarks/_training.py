@@ -63,6 +63,25 @@ def add_mamba_options(parser: argparse.ArgumentParser, layers: int) -> None:
     parser.add_argument("--rate-scale", type=float, default=0.1, help="scales A at the start")
 
 
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Where a model is trained; batches are drawn on the CPU, so that they are the same."""
+    parser.add_argument("--device", default="cpu", help="cpu or cuda. Default: cpu")
+
+
+def set_up(threads: int = 1, device: str = "cpu") -> None:
+    """Set the process up for training."""
+    torch.set_num_threads(threads)
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32: weights and sums stay float32
+    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+
+
+def trained_in(seconds: float, args: argparse.Namespace, threads: int = 1) -> str:
+    """The time of a training and what it ran on, for the card."""
+    on = f"{threads} CPU thread(s)" if args.device == "cpu" else torch.cuda.get_device_name()
+    return f"{seconds / 60:.0f} minutes, {on}"
+
+
 def parsed(parser: argparse.ArgumentParser, output: str, name: str) -> argparse.Namespace:
     """The arguments; without ``--output`` it is ``output`` and the argument called ``name``."""
     args = parser.parse_args()
@@ -124,8 +143,7 @@ def train_module(
         evaluate (Callable): takes the model, in evaluation mode, to its held-out scores.
         model_card (Callable): takes metrics, arguments and seconds of processor time to the card.
     """
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up()
     torch.manual_seed(args.seed)
     start = time.process_time()
     model = train().eval()

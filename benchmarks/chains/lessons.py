@@ -154,7 +154,8 @@ def accuracy(
             group = [e for e in examples if (len(e[0]), len(e[1])) == length]
             given = torch.tensor([[ids[word] for word in prompt] for prompt, _ in group])
             wanted = torch.tensor([[ids[word] for word in right] for _, right in group])
-            hits.append((greedy(model, given, length[1]) == wanted).all(1))
+            said = greedy(model, given.to(model.device), length[1]).cpu()
+            hits.append((said == wanted).all(1))
         shares[kind] = float(torch.cat(hits).double().mean())
     return shares
 

@@ -27,7 +27,18 @@ from transformers import PreTrainedModel
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from _training import MODELS, about_run, fit, options, size_of, slow_rates, table
+from _training import (
+    MODELS,
+    about_run,
+    add_device_option,
+    fit,
+    options,
+    set_up,
+    size_of,
+    slow_rates,
+    table,
+    trained_in,
+)
 from _words import loading, save_and_judge, word_tokenizer
 
 PROGRESS_SEED = 10_001
@@ -97,7 +108,7 @@ def train(model: PreTrainedModel, task: Task, args: argparse.Namespace) -> float
 
     def loss_of(step: int) -> Tensor:
         lines = [task.line(rng, step / args.steps) for _ in range(args.batch)]
-        inputs, targets = task.batch(lines)
+        inputs, targets = (x.to(args.device) for x in task.batch(lines))
         logits = model(inputs, use_cache=False).logits
         return functional.cross_entropy(logits.transpose(1, 2), targets)
 
@@ -136,7 +147,7 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
     } | about_run(
         "benchmarks/chains/train.py",
         args,
-        f"{args.steps:,} steps of {args.batch} lines; {seconds / 60:.0f} minutes, 1 CPU thread",
+        f"{args.steps:,} steps of {args.batch} lines; {trained_in(seconds, args)}",
         (torch, transformers),
     )
     scores = {kind: f"{share:.1%}" for kind, share in metrics["accuracy"].items()}
@@ -164,15 +175,15 @@ def main() -> None:
     parser = options(__doc__, "-", report_every=500, steps=4000, batch=32)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("architecture", choices=ARCHITECTURES)
+    add_device_option(parser)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--examples", type=int, default=1000, help="held out, for evaluation")
     args = parser.parse_args()
     args.output = args.output or MODELS / f"{args.task}-{args.architecture}"
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up(device=args.device)
     task = TASKS[args.task]
-    model = build(task, args)
+    model = build(task, args).to(args.device)
     seconds = train(model, task, args)
     save_and_judge(
         model,

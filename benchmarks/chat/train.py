@@ -43,7 +43,7 @@ from captum_ssm.examples.chat import (
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import about_run, fit, options, size_of, slow_rates, table
+from _training import about_run, fit, options, set_up, size_of, slow_rates, table
 from _words import loading, save_and_judge, word_tokenizer
 
 SETTINGS = {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "time_step_min": 0.01}
@@ -157,8 +157,7 @@ def main() -> None:
     parser = options(__doc__, "chat-mamba", report_every=500, steps=5000, batch=32)
     parser.add_argument("--chats", type=int, default=1000, help="held out, for evaluation")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up()
     model = build(args.seed)
     with fast_scan():
         seconds = train(model, args)

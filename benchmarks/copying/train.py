@@ -54,6 +54,7 @@ from _scan import fast_scan
 from _training import (
     Checkpoint,
     about_run,
+    add_device_option,
     add_mamba_options,
     fit,
     inverse_square_root,
@@ -61,10 +62,12 @@ from _training import (
     options,
     parsed,
     save,
+    set_up,
     shown_settings,
     size_of,
     slow_rates,
     table,
+    trained_in,
 )
 from mimetic import mimic_attention
 
@@ -148,7 +151,7 @@ def lesson_length(step: int, args: argparse.Namespace, generator: torch.Generato
 
 def copy_logits(model: PreTrainedModel, batch: CopyBatch) -> Tensor:
     """Logits of the predictions that copy, shape ``(examples, length, vocabulary)``."""
-    logits: Tensor = model(batch.inputs, use_cache=False).logits
+    logits: Tensor = model(batch.inputs.to(model.device), use_cache=False).logits
     return logits[:, batch.length :]
 
 
@@ -175,10 +178,12 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> tuple[float, list
         length = lesson_length(step, args, generator)
         batch = make_batch(args.batch, generator, length)
         logits = copy_logits(model, batch)
-        return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        return functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten().to(logits.device)
+        )
 
     def scores() -> dict[str, float]:
-        right = copy_logits(model, watched).argmax(-1) == watched.targets
+        right = copy_logits(model, watched).argmax(-1).cpu() == watched.targets
         return {"accuracy": right.float().mean().item()}
 
     checkpoint = Checkpoint(args.checkpoint, generator)
@@ -198,13 +203,14 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> tuple[float, list
 @torch.no_grad()
 def greedy_copy(model: PreTrainedModel, batch: CopyBatch) -> Tensor:
     """The model's own copy of each source string, token by token, shape ``(examples, length)``."""
+    prompt = batch.prompt.to(model.device)
     generated: Tensor = model.generate(
-        batch.prompt,
-        attention_mask=torch.ones_like(batch.prompt),
+        prompt,
+        attention_mask=torch.ones_like(prompt),
         max_new_tokens=batch.length,
         do_sample=False,
     )
-    return generated[:, batch.prompt.shape[1] :]
+    return generated[:, prompt.shape[1] :].cpu()
 
 
 @torch.no_grad()
@@ -214,7 +220,7 @@ def evaluate(model: PreTrainedModel, strings_per_length: int, lengths: Sequence[
     forced, generated, whole = [], [], []
     for length in lengths:
         batch = held_out_batch(strings_per_length, generator, length)
-        forced.append((copy_logits(model, batch).argmax(-1) == batch.targets).double())
+        forced.append((copy_logits(model, batch).argmax(-1).cpu() == batch.targets).double())
         right = greedy_copy(model, batch) == batch.targets
         generated.append(right.double())
         whole.append(right.all(dim=1).double())
@@ -252,8 +258,7 @@ def model_card(
     } | about_run(
         "benchmarks/copying/train.py",
         args,
-        f"{args.steps:,} steps of {args.batch} strings; "
-        f"{seconds / 60:.0f} minutes, {args.threads} CPU thread(s)",
+        f"{args.steps:,} steps of {args.batch} strings; {trained_in(seconds, args, args.threads)}",
         (torch, transformers),
     )
     scores = {
@@ -294,6 +299,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, "copying-", report_every=100, threads=1, steps=5000, batch=64)
     parser.add_argument("--model", choices=("mamba", "mamba2"), default="mamba")
     add_mamba_options(parser, layers=3)
+    add_device_option(parser)
     sizes = {"shortest": MIN_LENGTH, "longest": MAX_LENGTH, "vocabulary": VOCABULARY_SIZE}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -341,17 +347,16 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, save, then measure what was saved."""
     args = parse_arguments()
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up(args.threads, args.device)
     seconds, history = None, []
     if not args.evaluate_only:
-        model = build(args)
+        model = build(args).to(args.device)
         with fast_scan():
             seconds, history = train(model, args)
         save(model, args.output)
     # Judge what was written, on the code that others will run, not the model in memory.
     loader = MambaForCausalLM if args.model == "mamba" else Mamba2ForCausalLM
-    model = loader.from_pretrained(args.output, local_files_only=True).eval()
+    model = loader.from_pretrained(args.output, local_files_only=True).eval().to(args.device)
     accuracy = evaluate(model, args.strings_per_length, range(args.shortest, args.longest + 1))
     print(accuracy)
     if seconds is not None:

@@ -40,7 +40,7 @@ from captum_ssm.examples.stories import (
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import about_run, fit, options, parsed, size_of, slow_rates, table
+from _training import about_run, fit, options, parsed, set_up, size_of, slow_rates, table
 from _words import loading, save_and_judge, word_tokenizer
 
 SHORTEST_LESSON = 24
@@ -227,8 +227,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: as many as the architecture's own")
     parser.add_argument("--stories", type=int, default=500, help="of each kind, for evaluation")
     args = parsed(parser, "stories-", "architecture")
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up(args.threads)
     model = build(args)
     # The others are fast enough as they are, and train with every release of transformers.
     with fast_scan() if args.architecture in ("mamba", "rwkv") else nullcontext():

@@ -40,6 +40,7 @@ from _training import (
     fit,
     options,
     save,
+    set_up,
     shown_settings,
     size_of,
     slow_rates,
@@ -162,8 +163,7 @@ def main() -> None:
     add_mamba_options(parser, layers=2)
     parser.add_argument("--examples", type=int, default=500, help="for evaluation")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up(args.threads)
     model = build(args)
     with fast_scan():
         seconds = train(model, args)

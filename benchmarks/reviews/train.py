@@ -36,7 +36,7 @@ from captum_ssm.examples.reviews import (
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from _training import about_run, fit, options, size_of, slow_rates, table
+from _training import about_run, fit, options, set_up, size_of, slow_rates, table
 from _words import save_and_judge, word_tokenizer
 
 SETTINGS = {
@@ -164,8 +164,7 @@ def main() -> None:
     parser = options(__doc__, "reviews-jamba", report_every=250, steps=3000, batch=32)
     parser.add_argument("--reviews", type=int, default=600, help="held out, for evaluation")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    set_up()
     model = build(args.seed)
     seconds = train(model, args)
     save_and_judge(
