@@ -150,7 +150,7 @@ def chunk_scan(
         raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
     dt = functional.softplus(dt + dt_bias)
     total = (dt * A).cumsum(1).mT  # (batch, heads, length)
-    later = torch.ones(dt.shape[1], dt.shape[1], dtype=torch.bool).triu(1)
+    later = torch.ones(dt.shape[1], dt.shape[1], dtype=torch.bool, device=dt.device).triu(1)
     decays = (total[..., None] - total[:, :, None]).masked_fill(later, -torch.inf).exp()
     scores = C.transpose(1, 2) @ B.permute(0, 2, 3, 1)  # (batch, groups, length, length)
     maps = (decays.unflatten(1, (B.shape[2], -1)) * scores[:, :, None]).flatten(1, 2)
@@ -173,7 +173,7 @@ def wkv(
     """
     if state is not None or return_state:
         raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
-    steps = torch.arange(key.shape[1])
+    steps = torch.arange(key.shape[1], device=key.device)
     lag = steps[:, None] - steps - 1  # the token before has not decayed yet
     decays = torch.exp(-torch.exp(time_decay)[:, None, None] * lag.clamp(min=0)) * (lag >= 0)
     weight = torch.exp(key - key.amax(1, keepdim=True).detach())  # of both sums: it cancels
