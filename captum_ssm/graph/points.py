@@ -90,8 +90,12 @@ class Point:
         moved.append(moved.pop(self.channels))
         return x.reshape(moved).movedim(-1, self.channels)
 
-    def noise(self, generator: torch.Generator) -> Tensor:
-        """Normal numbers ``(T, E)``, the same on every device; complex where the tensor is."""
+    def noise(self, generator: torch.Generator | None = None) -> Tensor:
+        """Normal numbers ``(T, E)``, the same on every device; complex where the tensor is.
+
+        Without a generator they are the same in every call.
+        """
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
         kind = torch.complex64 if self.dtype.is_complex else None
         x = torch.randn(self.tokens, self.width, generator=generator, dtype=kind)
         return x.to(self.device, self.dtype)

@@ -141,7 +141,7 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
         return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), ones.double())
     by_token = 1 + torch.arange(T, device=root.device)[:, None] / T
     by_channel = 1 + torch.arange(E, device=root.device) / E
-    noise = root.noise(torch.Generator().manual_seed(0))
+    noise = root.noise()
     found = []
     for seed in (ones, ones * by_token, ones * by_channel, ones * noise):
         (g,) = gradients([root], [seed.to(root.dtype)], [leaf])
@@ -162,7 +162,7 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
 
 
 def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None) -> Tensor:
-    r = root.noise(torch.Generator().manual_seed(0))
+    r = root.noise()
     for axis, index in ((1, channels), (0, tokens)):
         if index is not None:
             kept = torch.zeros_like(r)

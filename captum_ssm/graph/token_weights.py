@@ -360,7 +360,7 @@ def pairs(way: TokenWeights, *, repeated: bool = True) -> Pairs | None:
         return Pairs.of_reader(reader if way.kept is None else torch.where(way.kept, reader, -1))
     if not repeated:
         return None
-    r = leaf.noise(torch.Generator().manual_seed(0))
+    r = leaf.noise()
     codes = 1 + torch.arange(leaf.tokens, device=leaf.device)[:, None] / leaf.tokens
     first, second = pushed(way, leaf.unflat(r), leaf.unflat(r * codes.to(r)))
     source, is_clear = decoded(first, second, leaf.tokens)

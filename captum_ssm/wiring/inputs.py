@@ -123,7 +123,7 @@ def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
 
 def _channels(point: Point, leaf: Point) -> int | None:
     # The axis of which a single channel reads more of the leaf than any place; None for none.
-    noise, seen = point.unflat(point.noise(torch.Generator().manual_seed(0))), {}
+    noise, seen = point.unflat(point.noise()), {}
     for axis, size in enumerate(point.shape[1:], 1):
         seed = torch.zeros_like(noise)
         seed.select(axis, size // 2).copy_(noise.select(axis, size // 2))
@@ -146,7 +146,7 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
         return None
     usual = 1 if len(axes) > 2 else 2
     T = root.tokens // batch
-    seed = root.noise(torch.Generator().manual_seed(0))
+    seed = root.noise()
 
     def read_by(tokens: int | slice) -> Tensor | None:
         here = torch.zeros(root.tokens, 1, dtype=seed.dtype, device=seed.device)

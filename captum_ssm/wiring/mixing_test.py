@@ -87,7 +87,7 @@ def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point, mask: Tensor |
     # Whether mixers after i are not given all tokens that it returned. Derivatives of zero, as of
     # an MLP of padding, pass on what is not a number: only a choice of tokens keeps it from one.
     later = [root for k, root in roots.items() if k > i]
-    seeds = [root.noise(torch.Generator()).fill_(torch.nan) for root in later]
+    seeds = [root.noise().fill_(torch.nan) for root in later]
     (found,) = gradients(later, seeds, [leaf])
     if found is None:
         return False

@@ -67,7 +67,7 @@ def _padding_reads_tokens(rerun: Rerun, direction: Direction) -> bool:
     assert values is not None
     assert enters is not None
     padding = direction.places[..., enters < 0].flatten()
-    noise = values.noise(torch.Generator().manual_seed(0))
+    noise = values.noise()
     seed = torch.zeros_like(noise)
     channels = slice(direction.start, direction.stop)
     seed[padding, channels] = noise[padding, channels]

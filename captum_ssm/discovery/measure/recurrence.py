@@ -107,7 +107,7 @@ def is_silent(run: CutRun) -> bool:
     if not run.output.requires_grad:
         return True
     output, tokens = Point.of(run.output), Point.of(run.tokens)
-    noise = output.noise(torch.Generator().manual_seed(0))[:1]
+    noise = output.noise()[:1]
     seed = noise.expand(output.tokens, -1).contiguous()
     (by_token,) = gradients([output], [seed], [tokens])
     if by_token is None or not bool((by_token != 0).any()):

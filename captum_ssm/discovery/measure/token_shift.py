@@ -48,7 +48,7 @@ def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
     # The share in the first example, whose tokens are these of the scan, (k, L) in its order.
     values, position = direction.cut.values, torch.argsort(direction.order)
     assert values is not None
-    noise = values.noise(torch.Generator().manual_seed(0))
+    noise = values.noise()
     channels = torch.zeros(values.width, dtype=torch.bool, device=noise.device)
     channels[direction.start : direction.stop] = True
     shares = []
