@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.token_weights import TokenWeights, orthogonal, pushed
 from captum_ssm.wiring.mixer_graph import MixerGraph
-from captum_ssm.wiring.wiring import INPUT, Read, Step
+from captum_ssm.wiring.wiring import Read, Step
 
 # Directions in which tokens are moved; streams of as many channels are measured exactly.
 _DIRECTIONS = 16
@@ -72,7 +72,7 @@ def joined(
 
 def _parts(graph: MixerGraph, root: Point, k: int, through: Sequence[GradientEdge]) -> list[Tensor]:
     # What steps of the tokens of a leaf change of the root through some tensors, (T, E) each.
-    leaf = graph.exits[k] if k >= 0 else graph.ways[INPUT - k].leaf
+    leaf = graph.leaf(k)
     way = TokenWeights(root, leaf, graph.batch)
     directions = [
         leaf.unflat(one)

@@ -82,8 +82,9 @@ def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
     """
     found = [Gathered(leaf, torch.arange(leaf.tokens))]
     for edge in meetings([root], [leaf]):
-        held = points(edge, batch)
-        here = next(_held(held, leaf, batch), None)
+        held = sorted(points(edge, batch), key=lambda one: one.tokens != leaf.tokens)
+        sources = ((point, source_of(point, leaf, batch)) for point in held)
+        here = next((Gathered(point, one) for point, one in sources if one is not None), None)
         # A tensor without axes of tokens, as in a linear layer, may be followed by one with them.
         if here is None and held and len(found) > 1:
             break
@@ -105,14 +106,6 @@ def _is_weighed(point: Point, leaf: Point) -> bool:
     read = dependencies(edges, [leaf])
     made = [before for before, one in zip(factors, read, strict=True) if one]
     return len(made) == 1 or any(before.name().startswith("Sigmoid") for before in made)
-
-
-def _held(held: Iterable[Point], leaf: Point, batch: int) -> Iterator[Gathered]:
-    # The tensor as tokens, each of which is made of one token of the leaf.
-    for point in sorted(held, key=lambda one: one.tokens != leaf.tokens):
-        source = source_of(point, leaf, batch)
-        if source is not None:
-            yield Gathered(point, source)
 
 
 def points(edge: GradientEdge, batch: int) -> list[Point]:

@@ -25,8 +25,8 @@ from captum_ssm.wiring.mixing_test import is_mixed, unread
 from captum_ssm.wiring.output import OutputReads
 from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
 from captum_ssm.wiring.skips import Skips
-from captum_ssm.wiring.token_map import TokenMaps
-from captum_ssm.wiring.wiring import Read, Step, TokenMap, Wiring, sequence
+from captum_ssm.wiring.token_map import MixerReads, TokenMaps
+from captum_ssm.wiring.wiring import Step, TokenMap, Wiring, sequence
 
 
 def measure(
@@ -75,7 +75,8 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
     simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits), all_read=True)
     skips = Skips(graph, is_pooled=not readout.is_per_token)
     maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
-    steps, output = _stages(graph, maps), _output(graph, maps, readout)
+    steps, read = _steps(graph, maps), _output(graph, maps, readout)
+    output = read.every
     for s, step in enumerate(steps):
         chosen = skips.partial & set(step.calls) or _is_selected(graph, step.calls[0])
         around = streams_around(graph, s, finer=not (simple or chosen))
@@ -89,13 +90,12 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         mixing.check(maps)
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
-        shares = readout.shares(output, steps, maps.past.get(graph.end, {}))
-    past = readout.past_pool(steps, shares)
-    again = len(maps.read_again.get(graph.end, ()))
-    held, said = readout.balance(past, shares, output[len(output) - again :])
+        shares = readout.shares(output, steps, read.past)
+    past, shares = readout.past_pool(steps, shares)
+    held, said = readout.balance(past, read.again, shares[len(read.direct) :])
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
-        (graph.step_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
+        (graph.step_of[k], TokenMap().of(torch.zeros_like(one))) for k, one in past.items()
     )
     return Wiring(
         steps,
@@ -104,7 +104,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         [*shares, *past.values()],
         maps.neighbor_share,
         maps.is_far,
-        inputs=graph.ways,
+        inputs=graph.inputs,
         unknown=readout.unknown() if simple else None,
         held=held,
         past=said,
@@ -113,30 +113,29 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
     )
 
 
-def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
+def _steps(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
     steps = []
     for group in graph.groups:
         reads = maps.reads(group[0])
         for i in group[1:]:
-            if maps.unmixed is None:
+            if maps.is_simple:
                 graph.orders[i] = None
             else:
                 _place_sibling(graph, i, group[0])
             graph.put(i)
-        is_aside = group[0] in maps.aside
-        steps.append(Step(tuple(group), reads, graph.tokens(group[0]), is_aside=is_aside))
+        tokens = graph.tokens(group[0])
+        steps.append(Step(tuple(group), reads.every, tokens, is_aside=reads.is_aside))
     return steps
 
 
-def _output(graph: MixerGraph, maps: TokenMaps, readout: OutputReads) -> tuple[Read, ...]:
+def _output(graph: MixerGraph, maps: TokenMaps, readout: OutputReads) -> MixerReads:
     end = graph.end
     if readout.is_per_token:
         return maps.reads(end)
-    sources = graph.leads(end)
-    if maps.unmixed is not None and len(sources) == 1:
-        maps.past[end] = maps.skips.of(end, sources[0])
-        sources += maps.past[end]
-    return tuple((graph.step_of[i], TokenMap()) for i in sources)
+    leads, past = graph.leads(end), dict[int, TokenWeights]()
+    if not maps.is_simple and len(leads) == 1:
+        past = maps.skips.past(end, leads[0])
+    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *past)), past=past)
 
 
 def _counts_agree(graph: MixerGraph, readout: OutputReads) -> bool:

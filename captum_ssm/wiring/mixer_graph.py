@@ -56,9 +56,10 @@ class MixerGraph:
             where these depend on nothing that was recorded.
         exits (dict of int to Point): those that each mixer returned, and those of the inputs.
         reads (dict of int to set): what each reads, also by way of the residual stream.
+        before (dict of int to frozenset): the mixers and inputs that each mixer depends on.
         direct (dict of int to frozenset): what each reads by way of no other mixer.
         groups (list of list of int): the mixers of each step.
-        ways (tuple of Way): of the inputs.
+        inputs (tuple of InputMap): how the entries of each input make up tokens.
         cut (SegmentGraph): what is read by way of no other mixer, or input.
         orders (Orders): in which order each is given the tokens, as far as it is known.
         links (dict): how each reads others, as far as it is known.
@@ -74,10 +75,11 @@ class MixerGraph:
         self.entries[self.end] = output
         starts = {INPUT - k: start.point for k, start in cuts.starts.items()}
         self.cut = SegmentGraph(starts | self.exits)
-        self.ways = self._ways(cuts.starts)
+        self.inputs = self._input_maps(cuts.starts)
         if not in_grid:
-            self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
+            self.exits |= {INPUT - k: one.leaf for k, one in enumerate(self.inputs)}
         self.reads = {i: {*self.read_by(i) & self.exits.keys()} for i in self.entries}
+        self.before: dict[int, frozenset[int]] = {}
         self.direct = self._direct()
         self._refuse_lost()
         self.groups = side_by_side(self.direct)
@@ -89,9 +91,9 @@ class MixerGraph:
 
     def _direct(self) -> dict[int, frozenset[int]]:
         # Without a graph the output comes from the mixers that nothing else reads.
-        self._before: dict[int, set[int]] = {i: set() for i in self.exits if i < 0}
-        for i, read in self.reads.items():
-            self._before[i] = read.union(*(self._before[j] for j in read))
+        for i in self.entries:
+            read = self.read_by(i)
+            self.before[i] = read.union(*(self.before.get(j, ()) for j in read))
         direct = {i: self.nearest(read) for i, read in self.reads.items()}
         if not direct[self.end]:
             direct[self.end] = frozenset(range(self.end)).difference(*direct.values())
@@ -99,12 +101,12 @@ class MixerGraph:
 
     def nearest(self, read: Iterable[int]) -> frozenset[int]:
         """What is read, except what others among it are made of."""
-        return frozenset(read).difference(*(self._before.get(j, ()) for j in read))
+        return frozenset(read).difference(*(self.before.get(j, ()) for j in read))
 
-    def _ways(self, starts: dict[int, InputCut]) -> tuple[InputMap, ...]:
+    def _input_maps(self, starts: dict[int, InputCut]) -> tuple[InputMap, ...]:
         if not starts or sorted(starts) != list(range(len(starts))):
             return ()
-        ways = []
+        maps = []
         for k, start in sorted(starts.items()):
             # Tokens that are made of it without another mixer between.
             read_by = ((root, self.read_by(i)) for i, root in self.entries.items())
@@ -117,8 +119,8 @@ class MixerGraph:
                 stem = stem_of(mine, leaf, self.batch)
                 axis = feature_axis(mine[0] if stem is None else stem, leaf, self.batch)
                 leaf = replace(leaf, channels=axis)
-            ways.append(InputMap(leaf, start.values, tuple(mine), self.batch, stem))
-        return tuple(ways)
+            maps.append(InputMap(leaf, start.values, tuple(mine), self.batch, stem))
+        return tuple(maps)
 
     def _refuse_lost(self) -> None:
         lost = [i for i in range(self.end) if not self.direct[i]]
@@ -151,12 +153,16 @@ class MixerGraph:
     def name(self, i: int) -> str:
         """What i is called in messages."""
         if i < 0:
-            return "the input" if len(self.ways) == 1 else f"input {INPUT - i}"
+            return "the input" if len(self.inputs) == 1 else f"input {INPUT - i}"
         return self.names[i] if i < self.end else "the output"
 
     def tokens(self, i: int) -> int:
         """T, of one example, after a mixer or of an input."""
         return self.exits[i].tokens // self.batch
+
+    def leaf(self, i: int) -> Point:
+        """The tokens that a mixer returned, or those of an input."""
+        return self.exits[i] if i >= 0 else self.inputs[INPUT - i].leaf
 
     @property
     def leaves(self) -> list[Point]:

@@ -114,51 +114,57 @@ class OutputReads:
             found = [one * part for one, part in zip(found, parts, strict=True)]
         return list(found)
 
-    def past_pool(self, steps: Sequence[Step], shares: list[Tensor | None]) -> dict[int, Tensor]:
-        """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
+    def past_pool(
+        self, steps: Sequence[Step], shares: list[Tensor | None]
+    ) -> tuple[dict[int, Tensor], list[Tensor | None]]:
+        """The shares ``(B, T)`` that a pooled output reads past its tokens, by mixer.
 
-        The shares that it is known to read elsewhere are changed in place.
+        And what is then left of the ``shares`` of all that it is known to read.
         """
-        graph, end = self.graph, self.graph.end
+        graph = self.graph
         main = [one for one in shares if one is not None]
         if not self._left or not main or len(main) < len(shares):
-            return {}
+            return {}, shares
         left = {k: graph.in_order(k, one) for k, one in self._left.items()}
         if self.pool is None:  # a residual stream that joins where tokens are no longer apart
             read = reduce(torch.logical_or, [one > 0 for one in main])
             left = {
                 k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()
             }
-        past: dict[int, Tensor] = {}
+        past = self._last_of_streams(left, steps)
+        found = self._read_at(graph.exits[max(graph.direct[graph.end])])
+        sums = [one.sum(1, keepdim=True) for one in past.values()]
+        own = sums[0] if found is None else found.sum(1, keepdim=True)
+        total = reduce(torch.add, sums, own)
+        shares = [one * (own / total) for one in main]
+        return {k: one / total for k, one in past.items()}, shares
+
+    def _last_of_streams(self, left: dict[int, Tensor], steps: Sequence[Step]) -> dict[int, Tensor]:
+        # What is read of the last mixers alone: a residual stream there holds the earlier ones.
+        graph, past = self.graph, dict[int, Tensor]()
         while left:
             k = max(left)
             past[k] = left.pop(k)
             step = next((one for one in steps if k in one.calls), None)
             stream = graph.read_by(k) if step and step.around else frozenset()
-            for m in stream & left.keys():
-                left[m] = left[m] * (past[k] == 0)
             if not stream <= self._left.keys() or (step and len(step.calls) > 1):
-                raise graph.refused(k, end, "past all others, without the residual stream there")
-            graph.refuse_mixers(end, k)
-            left = {m: one for m, one in left.items() if bool(one.any())}
-        found = self._read_at(graph.exits[max(graph.direct[end])])
-        sums = [one.sum(1, keepdim=True) for one in past.values()]
-        own = sums[0] if found is None else found.sum(1, keepdim=True)
-        total = reduce(torch.add, sums, own)
-        shares[:] = [None if one is None else one * (own / total) for one in shares]
-        return {k: one / total for k, one in past.items()}
+                how = "past all others, without the residual stream there"
+                raise graph.refused(k, graph.end, how)
+            graph.refuse_mixers(graph.end, k)
+            rest = {m: one * (past[k] == 0) if m in stream else one for m, one in left.items()}
+            left = {m: one for m, one in rest.items() if bool(one.any())}
+        return past
 
     def balance(
-        self, past: Mapping[int, Tensor], shares: Sequence[Tensor | None], again: Sequence[Read]
+        self, past: Mapping[int, Tensor], again: Sequence[Read], shares: Sequence[Tensor | None]
     ) -> tuple[float, str | None]:
         """What share of an output the maps hold, also in words where some goes past.
 
-        ``again`` are the last of the output's reads: what joins its tokens past their mixers.
+        ``again`` is what joins its tokens past their mixers, with its ``shares`` if it is pooled.
         """
-        reads = [(self.graph.groups[s][0] if s >= 0 else s, link.share) for s, link in again]
-        known = shares[len(shares) - len(again) :]
         gone = [
-            (k, share if one is None else one) for (k, share), one in zip(reads, known, strict=True)
+            (self.graph.groups[s][0] if s >= 0 else s, link.share if share is None else share)
+            for (s, link), share in zip(again, shares, strict=True)
         ]
         gone += past.items()
         if not gone:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point, gradients
 from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
-from captum_ssm.wiring.wiring import INPUT
 
 
 def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, ...]:
@@ -26,14 +23,9 @@ def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, .
             read the step.
     """
     group, nexts = graph.groups[step], _nexts(graph, step)
-    if any(graph.entries[i] is None for i in group) or not nexts or not graph.ways:
+    if any(graph.entries[i] is None for i in group) or not nexts or not graph.inputs:
         return (0,)  # not recorded
-    before: set[int] = set()  # all that the group depends on
-    stack = list(group)
-    while stack:
-        new = graph.read_by(stack.pop()) - before
-        before |= new
-        stack.extend(new)
+    before = frozenset[int]().union(*(graph.before[i] for i in group))
     tokens = graph.exits[group[0]].tokens if finer else None
     found = {graph.cut.added(root, group, before, tokens) for root in nexts}
     name = graph.name(group[0])
@@ -77,8 +69,7 @@ def _is_taken_off(graph: MixerGraph, step: int, root: Point, added: frozenset[in
     sides = graph.cut.sides(root, graph.groups[step], None)
     if sum(side.count for side in sides if not side.is_factor) < 2:
         return False
-    leaves = [graph.ways[INPUT - i].leaf if i < 0 else graph.exits[i] for i in added]
-    found = gradients([root], [root.noise(torch.Generator().manual_seed(0))], leaves)
+    found = gradients([root], [root.noise()], [graph.leaf(i) for i in added])
     return not any(one is not None and bool(one.any()) for one in found)
 
 

@@ -1,13 +1,26 @@
 """How the tokens that a mixer is given are made of earlier ones: each token's map, decided once.
 
-A token is the one in its place, one other token, several of which each is read by it alone, or it
-reads any in shares that are estimated.
+A mixer's *leads* are the steps and inputs that it reads by way of no other mixer. Gradients from
+its tokens to those of a lead decide:
+
+==========================================  ====================================================
+each token reads of the lead                its map
+==========================================  ====================================================
+one token, and all are read                 the token in its place, in an order of the mixer's
+one token                                   ``source``
+several of the same grid, its own the most  the token in its place; the rest is a leak
+several of the same grid, others the most   ``transport``, from where tokens are last in place
+several of another grid                     ``transport``: shares, which are estimated
+==========================================  ====================================================
+
+What comes past the lead is added: other grids (``skips``), and states that rejoin a residual stream
+(``rejoined``). What is made of several inputs gets the shares that these add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import torch
@@ -22,7 +35,8 @@ from captum_ssm.wiring.inputs import portions, shares
 from captum_ssm.wiring.ledger import gathered, points
 from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import leaks
-from captum_ssm.wiring.skips import Again, Skips
+from captum_ssm.wiring.rejoined import Rejoined, is_in_stream, rejoined
+from captum_ssm.wiring.skips import Skips
 from captum_ssm.wiring.wiring import INPUT, Read, TokenMap
 
 # The largest share of what a token reads from others without a mixer.
@@ -31,8 +45,32 @@ _EXCHANGED = 0.5
 _TINY = 1e-150
 
 
+@dataclass(frozen=True)
+class MixerReads:
+    """What a mixer, or the output, reads.
+
+    Args:
+        direct (tuple of Read): the steps before it, and those that it reads past these.
+        again (tuple of Read, optional): states that rejoin the residual stream, or go past an
+            exchange of tokens. Default: ()
+        past (mapping of int to TokenWeights, optional): the ways past the step before, by what is
+            read so. Default: {}
+        is_aside (bool, optional): as of a :class:`~.wiring.Step`. Default: False
+    """
+
+    direct: tuple[Read, ...]
+    again: tuple[Read, ...] = ()
+    past: Mapping[int, TokenWeights] = field(default_factory=dict)
+    is_aside: bool = False
+
+    @property
+    def every(self) -> tuple[Read, ...]:
+        """All reads, those that are read again last."""
+        return (*self.direct, *self.again)
+
+
 class TokenMaps:
-    """By what each mixer's tokens are read, and the orders in which they are.
+    """By what each mixer's tokens are read, in forward order, and the orders in which they are.
 
     Args:
         graph (MixerGraph): the run; its orders and links are filled in.
@@ -41,49 +79,41 @@ class TokenMaps:
             None for all of them.
 
     Attributes:
-        past (dict): by what reads past others, the ways to what it reads.
-        read_again (dict): by what reads tokens once more that a stream holds, or that go past an
-            exchange of tokens, these reads.
         neighbor_share (float): the largest share that tokens read from one another.
         is_far (bool): whether they read others than their neighbors so.
-        aside (set of int): the mixers that read past others what is no part of the stream.
     """
 
     def __init__(self, graph: MixerGraph, skips: Skips, unmixed: list[set[int]] | None) -> None:
-        self.graph, self.skips, self.unmixed = graph, skips, unmixed
-        self.past: dict[int, dict[int, TokenWeights]] = {}
+        self.graph, self.skips = graph, skips
+        self.is_simple, self._unmixed = unmixed is None, unmixed or []
         self.neighbor_share, self.is_far = 0.0, False
-        self.aside: set[int] = set()
-        # By mixer, its reads, to which those of what it reads again belong.
+        # All reads of the mixers so far: others may read just what one of these does.
         self._read_by: dict[int, tuple[Read, ...]] = {}
-        self.read_again: dict[int, tuple[Read, ...]] = {}
 
-    def reads(self, i: int) -> tuple[Read, ...]:
+    def reads(self, i: int) -> MixerReads:
         """What i, a mixer or the output, reads: one read per step, by way of its first mixer."""
-        graph, links, simple = self.graph, self.graph.links, self.unmixed is None
+        graph, links = self.graph, self.graph.links
         leads = graph.leads(i)
-        inputs = [j for j in leads if j < 0]
+        past: dict[int, TokenWeights] = {}
+        again: tuple[Read, ...] | None = None
         for j in leads:
-            links[i, j] = TokenMap() if simple else self._map(i, j)
-        if not simple and len(leads) == 1 and i not in self.read_again:
-            leads += self._others(i, leads[0])
-        root = graph.entries[i]
-        if len(inputs) > 1 and root is not None:
-            sizes = [
-                graph.ways[INPUT - j].added(root).clamp(min=_TINY) * links[i, j].is_read(root)
-                for j in inputs
-            ]
-            for j, share in zip(inputs, portions(sizes), strict=True):
-                links[i, j] = replace(links[i, j], share=share)
-        if i not in self.read_again:
-            self._add_again(i, graph.leads(i))
-        found = [(graph.step_of[j], links[i, j]) for j in leads]
-        if not simple:
-            self._check_unread(i, [link for _, link in found])
+            link = TokenMap() if self.is_simple else self._map(i, j)
+            if link is None:
+                link, again = self._exchange(i, j)
+            links[i, j] = link
+        if again is None and not self.is_simple and len(leads) == 1:
+            past = self._link_past(i, leads[0])
+        self._share_inputs(i, [j for j in leads if j < 0])
+        is_aside = False
+        if again is None:
+            again, is_aside = self._join_again(i, leads)
+        direct = tuple((graph.step_of[j], links[i, j]) for j in (*leads, *past))
+        self._check_unread(i, [link for _, link in direct])
         graph.orders.setdefault(i, None)
         graph.put(i)
-        self._read_by[i] = (*found, *self.read_again.get(i, ()))
-        return self._read_by[i]
+        found = MixerReads(direct, again, past, is_aside)
+        self._read_by[i] = found.every
+        return found
 
     def leak(self, i: int, leaves: Sequence[int], around: Sequence[GradientEdge] = ()) -> None:
         """Raise where tokens given to i read others most of all; say it where they do at all."""
@@ -99,55 +129,57 @@ class TokenMaps:
                 raise graph.refused(i, j, f"by something that is not a mixer ({leak.share:.0%})")
             self.neighbor_share = max(self.neighbor_share, leak.share)
 
-    def _map(self, i: int, j: int, way: TokenWeights | None = None) -> TokenMap:
-        """How the tokens given to i read those of j, or by one way past others to them.
+    def _map(self, i: int, j: int) -> TokenMap | None:
+        """How the tokens given to i read those of j; None where most are exchanged on the way.
 
         Decodes the order of i.
         """
         graph = self.graph
-        root, leaf, B = graph.entries[i], graph.exits[j], graph.batch
+        root, leaf = graph.entries[i], graph.exits[j]
         if root is None:  # an output without a graph
             return TokenMap()
-        if way is None and any({i, j} <= group for group in self.unmixed or ()):
+        if any({i, j} <= group for group in self._unmixed):
             graph.orders.setdefault(i, graph.orders.get(j))
             return TokenMap()
-        stem = graph.ways[INPUT - j].stem if way is None and j < 0 else None
-        # Where tokens share those of a stem, they share what those are made of.
-        is_shared = stem is not None and pairs(TokenWeights(root, stem, B), repeated=False) is None
-        found = None
-        if not is_shared:
-            repeated = way is not None or root.tokens > leaf.tokens
-            found = pairs(way or TokenWeights(root, leaf, B), repeated=repeated)
-        source = None if found is None else self._source(found, i, j)
-        is_alike = way is None and root.tokens == leaf.tokens
+        found = self._pairs(root, j)
+        source = self._source(found, i, j)
+        is_alike = root.tokens == leaf.tokens
         if source is not None:
-            if is_alike and bool((source >= 0).all()) and self._is_order(i, j, source):
-                return TokenMap()
+            if is_alike and bool((source >= 0).all()):
+                self._put_order(i, j, source)
+                if i < graph.end or graph.orders[i] is None:  # else an output in another order
+                    return TokenMap()
             return self._sourced(i, j, source)
         # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
-        if is_alike and not (j < 0 and graph.ways[INPUT - j].roots):
+        if is_alike and not (j < 0 and graph.inputs[INPUT - j].roots):
             graph.orders.setdefault(i, graph.orders.get(j))
             # Tokens that act on one another, each in its place, are looked at when all are known.
-            return self._exchange(i, j) if self._is_exchanged(i, j) else TokenMap()
-        return self._weights(i, j, way, found)
+            return None if self._is_exchanged(i, j) else TokenMap()
+        return self._weights(i, j, None if found is None else found.reader)
 
-    def _source(self, found: Pairs, i: int, j: int) -> Tensor | None:
+    def _pairs(self, root: Point, j: int) -> Pairs | None:
+        # Which tokens of j each token reads; None where they are mixed.
+        stem = self.graph.inputs[INPUT - j].stem if j < 0 else None
+        leaf, B = self.graph.exits[j], self.graph.batch
+        # Where tokens share those of a stem, they share what those are made of.
+        if stem is not None and pairs(TokenWeights(root, stem, B), repeated=False) is None:
+            return None
+        return pairs(TokenWeights(root, leaf, B), repeated=root.tokens > leaf.tokens)
+
+    def _source(self, found: Pairs | None, i: int, j: int) -> Tensor | None:
         # The model's token of j that each token given to i reads, -1 for none; None for several.
         root = self.graph.entries[i]
-        source = None if root is None else found.source(root.tokens)
+        source = None if root is None or found is None else found.source(root.tokens)
         if source is None:
             return None
         return torch.where(source >= 0, self.graph.order(j)[source.clamp(min=0)], -1)
 
-    def _is_order(self, i: int, j: int, source: Tensor) -> bool:
-        # Whether all is said by the order of i, which this is.
+    def _put_order(self, i: int, j: int, source: Tensor) -> None:
         orders, here = self.graph.orders, torch.arange(len(source))
         order = None if torch.equal(source, here) else source
-        known = orders.get(i, order)
+        known = orders.setdefault(i, order)
         if not torch.equal(here if known is None else known, source):
             raise self.graph.refused(i, j, "in two orders")
-        orders[i] = order
-        return order is None or i < self.graph.end
 
     def _sourced(self, i: int, j: int, source: Tensor) -> TokenMap:
         graph = self.graph
@@ -161,98 +193,120 @@ class TokenMaps:
             )
         return TokenMap(source=local, count=S)
 
-    def _weights(self, i: int, j: int, way: TokenWeights | None, found: Pairs | None) -> TokenMap:
+    def _weights(self, i: int, j: int, owner: Tensor | None) -> TokenMap:
         graph = self.graph
-        root, leaf, B, S = graph.entries[i], graph.exits[j], graph.batch, graph.tokens(j)
+        root, leaf, B = graph.entries[i], graph.exits[j], graph.batch
         assert root is not None
-        order = graph.orders.get(j)
-        local = None if order is None else graph.orders.of_example(order, S, S)
-        if way is not None:
-            return TokenMap(transport=way, order=local, count=S)
         graph.refuse_mixers(i, j)
-        if (local is None and order is not None) or not self._are_apart(root, leaf):
+        order = self._order_of_example(j)
+        if (order is None and graph.orders.get(j) is not None) or not self._are_apart(root, leaf):
             raise graph.refused(i, j, "across the examples of the batch")
-        if found is not None and found.reader is not None:
-            values = graph.ways[INPUT - j].values if j < 0 else None
-            way = PatchWeights(root, leaf, B, values=values, owner=found.reader)
+        if owner is not None:
+            values = graph.inputs[INPUT - j].values if j < 0 else None
+            way: TokenWeights = PatchWeights(root, leaf, B, values=values, owner=owner)
         elif j < 0:
-            way = graph.ways[INPUT - j].transport(root)
+            way = graph.inputs[INPUT - j].transport(root)
         else:
             way = TokenWeights(root, leaf, B)
-        return TokenMap(transport=way, order=local, count=S)
+        return TokenMap(transport=way, order=order, count=graph.tokens(j))
+
+    def _order_of_example(self, j: int) -> Tensor | None:
+        order, S = self.graph.orders.get(j), self.graph.tokens(j)
+        return None if order is None else self.graph.orders.of_example(order, S, S)
 
     def _are_apart(self, root: Point, leaf: Point) -> bool:
         # Whether examples do not read one another.
         if self.graph.batch == 1:
             return True
-        seed = root.noise(torch.Generator().manual_seed(0))
+        seed = root.noise()
         seed[root.tokens // self.graph.batch :] = 0
         (found,) = gradients([root], [seed], [leaf])
         return found is None or not bool(found[leaf.tokens // self.graph.batch :].any())
 
-    def _others(self, i: int, j: int) -> list[int]:
-        """What i reads past j: other tokens, or those of j in other places.
+    def _link_past(self, i: int, j: int) -> dict[int, TokenWeights]:
+        """Link i to what it reads past j: other tokens, or those of j in other places.
 
-        Other tokens are those of skip connections, as in a U-shape. The links are added, and all of
-        them get the share of the tokens that they make up.
+        Other tokens are those of skip connections, as in a U-shape. All links get the share of the
+        tokens that they make up. The ways past j are returned.
         """
         graph, root = self.graph, self.graph.entries[i]
-        past = self.skips.of(i, j)
+        past = self.skips.past(i, j)
         if graph.links[i, j].is_in_place:  # what is added to a stream by no mixer stays out
             past = {k: way for k, way in past.items() if k >= 0}
-        self.past[i] = past
-        if not past or root is None:
-            return []
-        ways = {j: TokenWeights(root, graph.exits[j], graph.batch), **past}
-        for (k, way), share in zip(ways.items(), shares([*ways.values()]), strict=True):
-            known = graph.links.get((i, k))
-            link = self._map(i, k, way) if known is None else known
-            graph.links[i, k] = replace(link, share=share)
-        return list(past)
-
-    def _add_again(self, i: int, leads: Sequence[int]) -> None:
-        # What goes past mixers and joins the stream that holds it: a way of its own, which counts
-        # as much as it adds, where the stream counts one.
-        found, is_aside = [], i < self.graph.end
-        for again in self.skips.again(i, leads):
-            if self.unmixed is None or again.is_in_place:
-                reads = () if again.is_factor else self._in_place(i, again)
+        if root is None or not past:
+            return {}
+        for k, way in past.items():
+            source = self._source(pairs(way), i, k)
+            if source is None:
+                order = self._order_of_example(k)
+                link = TokenMap(transport=way, order=order, count=graph.tokens(k))
             else:
-                reads = self._moved(i, again)
-            if reads and bool(again.strength.any()):
-                found.append((reads, self.graph.in_order(i, again.strength)))
-                is_aside &= not self.skips.is_in_stream(i, leads, again.read)
-        if not found:
+                link = self._sourced(i, k, source)
+            graph.links[i, k] = link
+        ways = [TokenWeights(root, graph.exits[j], graph.batch), *past.values()]
+        self._share(i, (j, *past), shares(ways))
+        return past
+
+    def _share_inputs(self, i: int, inputs: Sequence[int]) -> None:
+        graph, root = self.graph, self.graph.entries[i]
+        if root is None or len(inputs) < 2:
             return
-        if is_aside:
-            self.aside.add(i)
-        whole = 1 + reduce(torch.add, [strength.abs() for _, strength in found])
-        self.read_again[i] = tuple(
-            (step, link.of(strength / whole)) for reads, strength in found for step, link in reads
-        )
+        sizes = [
+            graph.inputs[INPUT - j].added(root).clamp(min=_TINY) * graph.links[i, j].is_read(root)
+            for j in inputs
+        ]
+        self._share(i, inputs, portions(sizes))
+
+    def _share(self, i: int, read: Sequence[int], parts: Sequence[Tensor]) -> None:
+        links = self.graph.links
+        for j, part in zip(read, parts, strict=True):
+            links[i, j] = replace(links[i, j], share=part)
+
+    def _join_again(self, i: int, leads: Sequence[int]) -> tuple[tuple[Read, ...], bool]:
+        """What joins the residual stream that holds it once more, and whether for i alone.
+
+        It counts as much as it adds, where the stream counts one. The leads get what is left.
+        """
+        graph = self.graph
+        found = [
+            (state, reads)
+            for state in rejoined(graph, i, leads)
+            if (reads := self._reads_of(i, state)) and bool(state.strength.any())
+        ]
+        if not found:
+            return (), False
+        strengths = [graph.in_order(i, state.strength) for state, _ in found]
+        whole = 1 + reduce(torch.add, [strength.abs() for strength in strengths])
         for j in leads:
-            self.graph.links[i, j] = self.graph.links[i, j].of(1 / whole)
+            graph.links[i, j] = graph.links[i, j].of(1 / whole)
+        again = tuple(
+            (step, link.of(strength / whole))
+            for (_, reads), strength in zip(found, strengths, strict=True)
+            for step, link in reads
+        )
+        in_stream = [is_in_stream(graph, i, leads, state.made_of) for state, _ in found]
+        return again, i < graph.end and not any(in_stream)
 
-    def _in_place(self, i: int, again: Again) -> tuple[Read, ...]:
-        graph, k = self.graph, again.last
-        if again.first is not None and again.first < i:
-            return self._read_by[again.first]
-        if again.read != {k, *graph.read_by(k)}:
-            raise graph.refused(i, k, "once more, without the residual stream there")
-        return ((graph.step_of[k], TokenMap()),)
-
-    def _moved(self, i: int, again: Again) -> tuple[Read, ...]:
+    def _reads_of(self, i: int, state: Rejoined) -> tuple[Read, ...]:
+        # By which reads i reads a state once more; none for what mixes tokens, which is said.
+        graph, k, way = self.graph, state.last, state.way
+        is_whole = state.made_of == {k, *graph.read_by(k)}
+        if self.is_simple or state.is_in_place:
+            if state.is_factor:
+                return ()
+            if state.first is not None and state.first < i:
+                return self._read_by[state.first]
+            if not is_whole:
+                raise graph.refused(i, k, "once more, without the residual stream there")
+            return ((graph.step_of[k], TokenMap()),)
         # Such as an input that is added once more, turned around, after later mixers.
-        graph, k = self.graph, again.last
-        root, found = again.way.root, None
-        if again.way.leaf.tokens == root.tokens:
-            found = pairs(again.way)
+        found = pairs(way) if way.leaf.tokens == way.root.tokens else None
         if found is None:  # mixed, which is refused or said
             graph.refuse_mixers(i, k)
-            self.leak(i, [k], again.way.around)
+            self.leak(i, [k], way.around)
             return ()
         source = self._source(found, i, k)
-        if source is None or again.read != {k, *graph.read_by(k)}:
+        if source is None or not is_whole:
             raise graph.refused(k, i, "in other places, without the residual stream there")
         return ((graph.step_of[k], self._sourced(i, k, graph.in_order(i, source).flatten())),)
 
@@ -265,7 +319,7 @@ class TokenMaps:
         read = torch.stack([source >= 0 for source in sources]).any(0)
         if len(read) * graph.batch != root.tokens:
             return
-        seed = root.noise(torch.Generator().manual_seed(0))
+        seed = root.noise()
         seed = seed * ~read.repeat(graph.batch)[:, None].to(seed.device)
         for k, found in zip(graph.exits, gradients([root], [seed], graph.leaves), strict=True):
             if found is not None and bool(found.any()):
@@ -279,12 +333,12 @@ class TokenMaps:
         leak = leaks(i, root, {j: graph.exits[j]}, graph.orders).get(j)
         return leak is not None and leak.share > _EXCHANGED and leak.is_far
 
-    def _exchange(self, i: int, j: int) -> TokenMap:
+    def _exchange(self, i: int, j: int) -> tuple[TokenMap, tuple[Read, ...]]:
         """How i reads j, of the same grid, where others are mixed in, as by a convolution.
 
         It reads the last tokens of the stream that are still in their places. A stream may go
         around the mixers and the exchange: its tokens are those that the first mixer after them is
-        given.
+        given. What reads these is returned too.
         """
         graph, root = self.graph, self.graph.entries[i]
         assert root is not None
@@ -298,17 +352,16 @@ class TokenMaps:
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
         if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
             raise unclear
-        self.read_again[i] = ()
-        share = None
+        share, again = None, tuple[Read, ...]()
         for edge in found.past:
             first = next((k for k, *_ in graph.groups if self._is_given(k, edge)), None)
-            share = self._share(way, edge)
+            share = self._share_of(way, edge)
             if share is None or first is None:
                 raise unclear
-            self.read_again[i] = tuple((s, link.of(1 - share)) for s, link in self._read_by[first])
-        return TokenMap(transport=way, count=graph.tokens(j), share=share)
+            again = tuple((step, link.of(1 - share)) for step, link in self._read_by[first])
+        return TokenMap(transport=way, count=graph.tokens(j), share=share), again
 
-    def _share(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:
+    def _share_of(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:
         # The part of each token that comes by a way; the rest is the token there in its place.
         for point in points(edge, way.batch):
             past = TokenWeights(way.root, point, way.batch, (way.leaf.edge,))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -149,7 +150,7 @@ class Wiring:
     """How the mixers of one run hang together.
 
     Args:
-        steps (list of Stage): in forward order.
+        steps (list of Step): in forward order.
         output (tuple of Read): the steps that the output is made of.
         orders (list of Tensor): by call, None or ``(W, l)``: token t of window w of the mixer's
             sequences is this one of its step's tokens.
@@ -159,7 +160,7 @@ class Wiring:
             between two mixers. Default: 0.0
         is_far (bool, optional): whether they read others than their neighbors so. Default: False
         refused (str, optional): why no map through the layers can be made. Default: None
-        inputs (tuple of Way, optional): by input of the model, how its entries make up tokens.
+        inputs (tuple of InputMap, optional): by input of the model, how its entries make up tokens.
             Default: (), where that was not measured
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
             linear. Default: None
@@ -279,21 +280,22 @@ class Wiring:
         Returns:
             list of Tensor: ``(B, L)`` for each input, of its tokens; empty without ``to_inputs``.
         """
-        at: dict[int, list[Tensor]] = {}
-        before: dict[int, list[Tensor]] = {}
+        # The weights of tokens after steps, and of the residual stream before them.
+        at, before = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
         for (last, _), w in zip(self.output, at_output, strict=True):
-            at.setdefault(last, []).append(w)
+            at[last].append(w)
         for i in progress(range(len(self.steps) - 1, -1, -1), "layers"):
             step, given = self.steps[i], list[Tensor]()
-            if i in at:
-                for leaving, found in through(i, reduce(torch.add, at.pop(i))).items():
-                    is_aside = leaving is None and step.is_aside
-                    key = i if leaving is None else leaving
-                    (given if is_aside else before.setdefault(key, [])).append(found)
+            found = through(i, reduce(torch.add, at.pop(i))) if i in at else {}
+            for leaving, w in found.items():
+                if leaving is None and step.is_aside:
+                    given.append(w)
+                else:
+                    before[i if leaving is None else leaving].append(w)
             for reads, some in ((step.reads, given), (step.stream, before.pop(i, []))):
                 for earlier, link in (reads or ((INPUT, TokenMap()),)) if some else ():
                     if to_inputs or earlier >= 0:
-                        at.setdefault(earlier, []).append(link.rmatvec(reduce(torch.add, some)))
+                        at[earlier].append(link.rmatvec(reduce(torch.add, some)))
         return self._at_inputs(at) if to_inputs else []
 
     def from_first(self, w: Tensor) -> list[Tensor]:
@@ -301,7 +303,7 @@ class Wiring:
         reads = self.steps[0].reads or ((INPUT, TokenMap()),)
         return self._at_inputs({i: [link.rmatvec(w)] for i, link in reads})
 
-    def _at_inputs(self, at: dict[int, list[Tensor]]) -> list[Tensor]:
+    def _at_inputs(self, at: Mapping[int, list[Tensor]]) -> list[Tensor]:
         if INPUT in at and len(at) == 1 and len(self.inputs) < 2:
             return [reduce(torch.add, at[INPUT])]
         (like, *_), *_ = at.values()
