@@ -8,7 +8,7 @@ fused, it is a module that computes what one of the library's own adapters says.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -214,53 +214,58 @@ def discover(
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
     trials = _Trials(frozenset(function for _, function, _ in calls.scans))
-    functions = _around_scans(calls.scans, trials)
-    inside = {part for module in functions for part in module.modules() if part is not module}
-    adapters: dict[nn.Module, Freeze] = {}
+    around = _around_scans(calls.scans, trials)
+    inside = _parts_of(around)
+    measured: dict[nn.Module, Freeze] = {}
     whole: set[nn.Module] = set()  # mixers that are measured as a whole, and their parts
-    for module, trial in trials.chosen.items():
+    for module, (trial, _) in around.items():
         if module not in inside:
-            called = (functions.get(part, set()) for part in module.modules())
-            functions_of = trials.also.union(*called)
-            adapters[module] = MeasuredAdapter(functions_of, trial.channels, not trial.is_whole)
+            called = (around[part][1] for part in module.modules() if part in around)
+            functions = trials.also.union(*called)
+            measured[module] = MeasuredAdapter(functions, trial.channels, not trial.is_whole)
             whole.update(module.modules() if trial.is_whole else ())
     like = {
         kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)
         for kind, call in calls.firsts.items()
         if whole.isdisjoint(call.module.modules())
     }
-    inner: set[nn.Module] = set()
-    for module in model.modules():
-        freeze = like.get(type(module))
-        if freeze is not None and module not in inner and whole.isdisjoint(module.modules()):
-            inner.update(part for part in module.modules() if part is not module)
-            adapters[module] = freeze
-    return {module: freeze for module, freeze in adapters.items() if module not in inner}
+    alike = {
+        module: freeze
+        for module in model.modules()
+        if (freeze := like.get(type(module))) is not None and whole.isdisjoint(module.modules())
+    }
+    inside = _parts_of(alike)
+    adapters = measured | alike
+    return {module: freeze for module, freeze in adapters.items() if module not in inside}
+
+
+def _parts_of(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    return {part for module in modules for part in module.modules() if part is not module}
 
 
 def _around_scans(
     scans: list[tuple[list[_Visit], Callable[..., Any], int]], trials: _Trials
-) -> dict[nn.Module, set[Callable[..., Any]]]:
-    # The modules that hold scans, by the innermost one of each, with the functions of these.
-    functions: dict[nn.Module, set[Callable[..., Any]]] = {}
-    chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
+) -> dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]]:
+    # The mixers around scans: how each is measured, and the functions of its scans.
+    found: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
+    mixer_of: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     # Products with a matrix, which anything may compute, after all scans.
     for stack, function, length in sorted(scans, key=lambda scan: is_product(scan[1])):
         if not stack:
             continue
         inner, weak = stack[-1].module, is_product(function)
-        if inner not in chosen:
-            module, trial = trials.around(stack, length if weak else None)
-            chosen[inner] = module
-            if module is None:
-                what = trial.why or f"a scan, {_no_tokens(stack[-1])}"
-                known_of(inner).miss = f"calls {function.__qualname__}, {what}"
+        if inner not in mixer_of:
+            mixer_of[inner], trial = trials.around(stack, length if weak else None)
+            if (mixer := mixer_of[inner]) is not None:
+                known = found.get(mixer, (trial, set()))[1]
+                found[mixer] = trial, known | trial.products
             else:
-                trials.chosen[module] = trial
-                functions.setdefault(module, set()).update(trial.products)
-        if (module := chosen[inner]) is not None and not weak:
-            functions[module].add(function)
-    return functions
+                miss = "which is in no module of as many tokens that can be measured"
+                miss = miss if weak else f"a scan, {_no_tokens(stack[-1])}"
+                known_of(inner).miss = f"calls {function.__qualname__}, {miss}"
+        if (mixer := mixer_of[inner]) is not None and not weak:
+            found[mixer][1].add(function)
+    return found
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -275,7 +280,6 @@ class _Trials:
         self.functions = functions | {token_product} if products else functions
         self.used = set(functions)
         self.known: dict[tuple[str, bool], _Trial] = {}
-        self.chosen: dict[nn.Module, _Trial] = {}  # the mixers
 
     @property
     def also(self) -> frozenset[Callable[..., Any]]:
@@ -292,27 +296,26 @@ class _Trials:
             length (int, optional): of a product with a matrix, that of the matrix: without a module
                 of as many tokens that can be measured, there is no mixer. Default: None
         """
-        best: tuple[nn.Module, _Trial] | None = None
-        partly: tuple[nn.Module, _Trial] | None = None
-        missed = _Trial(why="which is in no module of as many tokens")
-        convolutions = -1  # in the best one
+        best: tuple[_Visit, _Trial] | None = None
+        partly: tuple[_Visit, _Trial] | None = None
         for visit in reversed(stack):
-            if best is not None and visit.convolutions <= convolutions:
-                continue
             if length is not None and not _may_have(visit, length):
                 continue
+            if best is not None and visit.convolutions <= best[0].convolutions:
+                continue
             trial = self._measured(visit, partly=best is None and partly is None)
-            missed = trial if trial.why else missed
-            if trial.is_partly:
-                partly = visit.module, trial
             if trial.is_whole:
-                best, convolutions = (visit.module, trial), visit.convolutions
+                best = visit, trial
             elif best is not None:
                 break
+            elif trial.is_partly:
+                partly = visit, trial
+        if (found := best or partly) is not None:
+            return found[0].module, found[1]
         if length is not None:
-            return best or partly or (None, missed)
+            return None, _Trial()
         takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
-        return best or partly or (next(takes, None), _Trial())
+        return next(takes, None), _Trial()
 
     def _measured(self, visit: _Visit, *, partly: bool) -> _Trial:
         look = f"{type(visit.module).__qualname__}: {visit.module}", partly
@@ -339,7 +342,7 @@ class _Trials:
         except UnsupportedModelError as error:
             # A scan of no mixer is none however the tokens stand; products depend on that.
             is_none = isinstance(error, NotMeasured) and token_product not in self.functions
-            return _Trial(is_none=is_none, why=f"but {getattr(error, 'why', error)}")
+            return _Trial(is_none=is_none)
         finally:
             self.used.update(f for f in used if not is_product(f))
         is_part = isinstance(frozen, FrozenRecurrence)
@@ -354,9 +357,8 @@ class _Trial:
     channels: int = -1
     is_whole: bool = False
     is_partly: bool = False
-    is_none: bool = False  # and will not be
+    is_none: bool = False  # whichever axis holds the channels
     products: frozenset[Callable[..., Any]] = frozenset()
-    why: str = ""  # it cannot
 
 
 def _no_tokens(visit: _Visit) -> str:
