@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +24,21 @@ from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator
 from captum_ssm.operators.weights import WeightsOperator
 
-# The axes of coefficients that differ between examples, channels or heads.
+# What differs between examples, channels or heads: the axes of coefficients, or operators inside.
 _AXES: dict[type[TokenOperator], dict[str, str]] = {
-    ConvolvedOperator: {"inner": "", "taps": "D", "right": "BLD"},
+    ConvolvedOperator: {"inner": "operator", "taps": "D", "right": "BLD"},
     DiagonalOperator: dict.fromkeys(("dt", "right", "B", "C", "left", "columns"), "BLD")
     | {"A": "D", "conv": "D"},
     LinearAttentionOperator: dict.fromkeys(
         ("query", "key", "log_decay", "erase", "probe", "bonus"), "BLD"
     ),
-    PermutedOperator: {"inner": ""},
-    ScaledOperator: {"inner": "", "left": "BLD", "right": "BLD"},
+    PermutedOperator: {"inner": "operator"},
+    ScaledOperator: {"inner": "operator", "left": "BLD", "right": "BLD"},
     SkipOperator: {"diagonal": "BLD", "taps": "D", "right": "BLD"},
-    SoftmaxOperator: dict.fromkeys(("query", "key", "bias", "sinks"), "BHLN"),
-    SumOperator: {"parts": ""},
+    SoftmaxOperator: dict.fromkeys(("query", "key", "bias"), "BHLN") | {"sinks": "D"},
+    SumOperator: {"parts": "operators"},
     ToeplitzOperator: {"kernel": "D", "examples": "B"},
-    WeightsOperator: {"weights": "BHLL"},
+    WeightsOperator: {"weights": "BHLN"},
 }
 
 
@@ -61,10 +62,8 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         >>> part_of(operator, torch.tensor([1]), 0, 2).matrix().shape
         torch.Size([1, 2, 5, 5])
     """
-    whole = rows.dim() == 1 and torch.equal(rows, torch.arange(len(rows), device=rows.device))
-    whole = whole and len(rows) == operator.batch
-    several = rows.shape[1] if rows.dim() == 2 else 1
-    if whole and (start, stop) == (0, operator.channels):
+    is_whole = torch.equal(rows, torch.arange(operator.batch, device=rows.device))
+    if is_whole and (start, stop) == (0, operator.channels):
         return operator
     width = operator.width if isinstance(operator, HeadOperator) else 1
     axes = _AXES.get(type(operator), {}) if getattr(operator, "windows", 1) == 1 else {}
@@ -77,24 +76,26 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
     maps = slice(start // width, stop // width)
     if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
         source, maps = operator.narrow(maps.start, maps.stop), slice(None)  # groups of channels too
-
-    def taken(x: Any, kind: str) -> Any:
-        if isinstance(x, TokenOperator):
-            return part_of(x, rows, start, stop)
-        if isinstance(x, tuple):
-            return tuple(part_of(part, rows, start, stop) for part in x)
-        if kind == "B" or x is None:
-            return x if x is None else len(rows)
-        if kind == "BLD":
-            return examples(x, rows, maps)
-        if kind == "D" or x.dim() == 1:
-            return x[maps].repeat(several, *[1] * (x.dim() - 1))
-        x = x[:, maps] if x.shape[1] > 1 else x.expand(-1, maps.stop - maps.start, -1, -1)
-        some = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
-        return some.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else some
-
-    changed = {name: taken(getattr(source, name), kind) for name, kind in axes.items()}
+    several = rows.shape[1] if rows.dim() == 2 else 1
+    part: dict[str, Callable[[Any], Any]] = {
+        "operator": lambda x: part_of(x, rows, start, stop),
+        "operators": lambda x: tuple(part_of(one, rows, start, stop) for one in x),
+        "B": lambda x: len(rows),
+        "D": lambda x: x[maps].repeat(several, *[1] * (x.dim() - 1)),
+        "BLD": lambda x: examples(x, rows, maps),
+        "BHLN": lambda x: _of_heads(x, rows, maps),
+    }
+    values = {name: getattr(source, name) for name in axes}
+    changed = {name: part[axes[name]](x) for name, x in values.items() if x is not None}
     return replace(operator, **changed)  # type: ignore[type-var]
+
+
+def _of_heads(x: Tensor, rows: Tensor, heads: slice) -> Tensor:
+    # Examples and heads of x (B', H, L, N), where one may stand for all.
+    x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, -1, -1)
+    if x.shape[0] == 1:
+        return x.expand(len(rows), *x.shape[1:])
+    return x[rows].flatten(1, 2) if rows.dim() == 2 else x[rows]
 
 
 def examples(x: Tensor, rows: Tensor, channels: slice = slice(None)) -> Tensor:
