@@ -116,30 +116,31 @@ def _skips(
     # The factor of each direction's values that is added after its scan, (B, L, D) in the scan's
     # order: read off the convolution before it, or off the values where none is given. Directions
     # of one source have one sum of them, given to the first.
-    skips: list[Tensor | None] = []
-    seen: list[object] = []
-    for direction, convolution in zip(directions, convolutions, strict=True):
-        read = _read_values(root, direction) if convolution is None else None
+    seen = set[object]()
+
+    def is_seen(source: object) -> bool:
+        known = len(seen)
+        seen.add(source)
+        return len(seen) == known
+
+    def skip_of(direction: Direction, convolution: Convolution | None) -> Tensor | None:
         if convolution is not None:
-            source: object = convolution.conv
-        else:
-            source = read and (read.edge.node, read.edge.output_nr)
-        if source is None or source in seen:
-            skips.append(None)
-            continue
-        seen.append(source)
-        if convolution is not None:
-            skips.append(_skip_of_convolution(rerun, root, direction, convolution))
-        elif read is not None:
-            skips.append(_skip_of_values(root, direction, read))
-    return skips
+            if is_seen(convolution.conv):
+                return None
+            return _skip_of_convolution(rerun, root, direction, convolution)
+        read = _read_values(root, direction)
+        if read is None or is_seen((read.edge.node, read.edge.output_nr)):
+            return None
+        return _skip_of_values(root, direction, read)
+
+    return list(map(skip_of, directions, convolutions))
 
 
 def _read_values(root: Point, direction: Direction) -> Point | None:
     # What the values of a scan are a view of, where it is read past the scan. The graph may lead on
     # by what a slice leaves out (transforms take twice as many tokens), so gradients decide.
     values = direction.cut.values
-    noise = [root.noise(torch.Generator().manual_seed(0))]
+    noise = [root.noise()]
     while values is not None:
         with ruled([root.edge.node], [values.edge.node]):
             (gradient,) = gradients([root], noise, [values])
