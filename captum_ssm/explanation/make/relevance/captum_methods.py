@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ RULES_OF_MODULES = (
     captum_attr.LayerDeepLift,
     captum_attr.LayerLRP,
 )
+# Methods that take several scores of one run; the others take one.
+OF_ALL = (FeatureAblation, ShapleyValueSampling)
 MISSED = 0.1  # of a score, from which on a path of so few steps is said to miss it
 BATCH = 16  # inputs that the model is given at a time, of methods that let one choose
 WINDOW = 3  # parts along each axis that an occlusion removes
@@ -98,6 +101,7 @@ class CaptumRows:
             )
         self.method, self.module, self.options = method, module, dict(options)
         self.tokenizer, self.inner = tokenizer, inner
+        self._takes = inspect.signature(inner.attribute).parameters
         self.forwards, self._told = 0, ""
         self._model = Run(module)
 
@@ -135,60 +139,59 @@ class CaptumRows:
                 return self._of_parts(inputs, questions, what), None
             return self._of_gradients(inputs, questions, what)
 
+    def _options(self, **defaults: Any) -> dict[str, Any]:
+        # The given ones, and defaults of others that the method takes.
+        return {name: defaults[name] for name in defaults.keys() & self._takes} | self.options
+
     def _of_parts(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Tensor:
-        options = dict(self.options)
-        wanted = options.pop("baselines", None)
-        is_text = not inputs.is_floating_point()
+        is_text, wanted = not inputs.is_floating_point(), self.options.get("baselines")
         replacement = Replacement.of(self.tokenizer, wanted if is_text else None)
         parts = Parts.of(inputs, self.module, replacement, None if is_text else wanted)
         self._told = f", which replaces parts of the input {parts.note}"
-        presence = torch.ones(1, *parts.shape, device=inputs.device)
-        takes = inspect.signature(self.inner.attribute).parameters
-        if "perturbations_per_eval" in takes:
-            options.setdefault("perturbations_per_eval", BATCH)
-        if "sliding_window_shapes" in takes:
-            window = tuple(min(WINDOW, length) for length in parts.shape)
-            if inputs.dim() == 3:  # the steps of each variable of a series
-                window = (window[0], 1)
-            options.setdefault("sliding_window_shapes", window)
-        relevance = []
-        # These take several scores of one run; the others take one.
-        is_of_all = isinstance(self.inner, (FeatureAblation, ShapleyValueSampling))
-        groups = [questions] if is_of_all else [[question] for question in questions]
+        window = [min(WINDOW, length) for length in parts.shape]
+        if inputs.dim() == 3:  # the steps of each variable of a series
+            window[1] = 1
+        options = self._options(perturbations_per_eval=BATCH, sliding_window_shapes=tuple(window))
+        groups = [questions] if isinstance(self.inner, OF_ALL) else [[one] for one in questions]
         first = min((q.position for q in questions if q.position is not None), default=None)
-        cuts = is_text and first is not None and is_causal(self._run, parts, first)
-        for group in progress(groups, what):
-            ends = [0 if q.position is None else q.position + 1 for q in group]
-            hidden = parts.shape[0] - max(ends) if cuts else 0  # tokens that no score reads
-            read = presence[:, : parts.shape[0] - hidden]
+        is_cut = is_text and first is not None and is_causal(self._run, parts, first)
+        run = partial(self._of_group, parts, options, is_cut)
+        return parts.to_inputs(torch.cat([run(group) for group in progress(groups, what)]))
 
-            def run(x: Tensor, hidden: int = hidden) -> Tensor:
-                return self._run(parts.kept(F.pad(x, (0, hidden), value=1.0) if hidden else x))
+    def _of_group(
+        self, parts: Parts, options: dict[str, Any], is_cut: bool, group: Sequence[Question]
+    ) -> Tensor:
+        # The rows of some questions, (R, *parts). If it is cut, tokens that no score of a causal
+        # model reads are not removed, and have none.
+        ends = [0 if q.position is None else q.position + 1 for q in group]
+        count = max(ends) if is_cut else parts.shape[0]
+        unread = parts.shape[0] - count
+        presence = torch.ones(1, count, *parts.shape[1:], device=parts.inputs.device)
 
-            score = self._score(run, group)
-            method = _with_forward(self.method, score if is_of_all else _first(score))
-            attributed = method.attribute(read, baselines=torch.zeros_like(read), **options)
-            attributed = attributed.detach().reshape(len(group), *read.shape[1:]).float()
-            if cuts:
-                attributed = F.pad(attributed, (0, hidden))
-                for row, end in zip(attributed, ends, strict=True):
-                    row[end:] = 0
-            relevance.append(attributed)
-        return parts.to_inputs(torch.cat(relevance))
+        def run(x: Tensor) -> Tensor:
+            return self._run(parts.kept(F.pad(x, (0, unread), value=1.0) if unread else x))
+
+        score = self._score(run, group)
+        method = _with_forward(
+            self.method, score if isinstance(self.inner, OF_ALL) else _first(score)
+        )
+        found = method.attribute(presence, **{**options, "baselines": torch.zeros_like(presence)})
+        found = found.detach().reshape(len(group), *presence.shape[1:]).float()
+        if is_cut:
+            found = F.pad(found, (0, unread))
+            for row, end in zip(found, ends, strict=True):
+                row[end:] = 0
+        return found
 
     def _of_gradients(
         self, inputs: Tensor, questions: Sequence[Question], what: str
     ) -> tuple[Tensor, Tensor | None]:
-        options = dict(self.options)
-        takes = inspect.signature(self.inner.attribute).parameters
+        options = self._options(internal_batch_size=BATCH)
         is_text = not inputs.is_floating_point()
         table = embedding_table(self.module) if is_text else None
         explained = (inputs if table is None else table(inputs)).detach().requires_grad_()
-        if "internal_batch_size" in takes:
-            options.setdefault("internal_batch_size", BATCH)
-        if "baselines" in takes:
-            baseline = options.pop("baselines", None)
-            name = "zero"
+        if "baselines" in self._takes:
+            baseline, name = options.get("baselines"), "zero"
             is_token = as_index(baseline) is not None or baseline in (None, *SPECIAL)
             if table is not None and is_token:
                 token = Replacement.of(self.tokenizer, baseline)
@@ -216,14 +219,11 @@ class CaptumRows:
     def _of_layer(
         self, inputs: Tensor, questions: Sequence[Question], what: str
     ) -> tuple[Tensor, Tensor | None]:
-        options = dict(self.options)
-        takes = inspect.signature(self.inner.attribute).parameters
-        if "baselines" in takes and not inputs.is_floating_point():
-            token = Replacement.of(self.tokenizer, options.pop("baselines", None))
+        options = self._options(internal_batch_size=BATCH)
+        if not inputs.is_floating_point() and "baselines" in self._takes:
+            token = Replacement.of(self.tokenizer, options.get("baselines"))
             options["baselines"] = torch.full_like(inputs, token.token)
             self._told = f", from a text of {token.name}"
-        if "internal_batch_size" in takes:
-            options.setdefault("internal_batch_size", BATCH)
         relevance, deltas = self._each(self._run, inputs, questions, what, options)
         if inputs.is_floating_point() and relevance.shape[1:] == inputs.shape[1:]:
             return relevance, deltas
@@ -263,7 +263,7 @@ class CaptumRows:
 
     def _warn_of_deltas(self, rows: Tensor, deltas: Tensor) -> None:
         # A path of few steps misses the score, and then its shares are not right either.
-        if "n_steps" not in inspect.signature(self.inner.attribute).parameters:
+        if "n_steps" not in self._takes:
             return
         sums = rows.flatten(1).sum(1)
         row = int((deltas.abs() / (sums + deltas).abs().clamp(min=1e-6)).argmax())
