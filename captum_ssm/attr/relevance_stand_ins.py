@@ -14,7 +14,7 @@ from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.attr.relevance import relevance_at
 from captum_ssm.capture import FrozenStandIns, Request
 from captum_ssm.capture.check import Rebuilt
-from captum_ssm.capture.embedded_ids import entries_of, is_view
+from captum_ssm.capture.embedded_ids import entries_of, is_view, rows_of
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.discovery.frozen_scans import scans_frozen
 from captum_ssm.discovery.search import MeasuredAdapter
@@ -52,6 +52,7 @@ class RelevanceStandIns(FrozenStandIns):
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self.filled_tokens: list[Tensor] = []  # from the model's other arguments
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         return scans_frozen(root)
@@ -59,6 +60,7 @@ class RelevanceStandIns(FrozenStandIns):
     def begin(self) -> None:
         super().begin()
         self.embedded.clear()
+        self.filled_tokens.clear()
 
     def picks(self, module: nn.Module) -> bool:
         """Whether calls of a module outside of the mixers are looked at."""
@@ -95,6 +97,7 @@ class RelevanceStandIns(FrozenStandIns):
         """Where the graph begins: embeddings, and inputs of floats."""
         return [
             *(leaf for _, _, leaf in self.embedded),
+            *self.filled_tokens,
             *(x for x in self.inputs if x.requires_grad),
         ]
 
@@ -119,7 +122,7 @@ class RelevanceStandIns(FrozenStandIns):
         embeddings = [
             ((leaf, entries), module, is_view(indices, ids))
             for module, indices, leaf in self.embedded
-            if (entries := entries_of(indices, ids)) is not None
+            if (entries := entries_of(indices, ids, rows_of(module, self.table))) is not None
         ]
         # The table that was given the very ids embeds tokens, whichever it is. Among equal copies,
         # which may be positions, only the model's own table is known to do so.
@@ -141,13 +144,20 @@ class RelevanceStandIns(FrozenStandIns):
                 "so the one that embeds the tokens is not known; give the model a "
                 "get_input_embeddings() that returns it, or explain the embeddings instead."
             )
-        return leaves
+        every = torch.arange(ids.numel())
+        return [*leaves, *((tokens, every) for tokens in self.filled_tokens)]
+
+    def filled(self, tokens: Tensor) -> Tensor:
+        leaf = tokens.clone().requires_grad_(True)
+        self.filled_tokens.append(leaf)
+        return leaf
 
     def _embedding(self, call: MixerCall) -> Tensor | None:
         # A table that was given the ids. A table of positions may be too: `_leaves` tells.
         indices = next(tensors_in((call.args, call.kwargs)))
         ids = (x for x in self.inputs if not x.is_floating_point())
-        if all(entries_of(indices, x) is None for x in ids):
+        rows = rows_of(call.module, self.table)
+        if all(entries_of(indices, x, rows) is None for x in ids):
             return None
         leaf = call.output.detach().clone().requires_grad_(True)
         self.embedded.append((call.module, indices, leaf))

@@ -14,6 +14,8 @@ from captum_ssm.capture.model import input_embeddings, is_model, is_wrapped, par
 from captum_ssm.errors import InputError
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.captum_api import format_additional_forward_args
+from captum_ssm.utils.nested import tensors_in
+from captum_ssm.utils.watch_modules import watch_modules
 
 _EXPECTED = (
     "expected token ids (B, L) of an integer dtype, or values (B, ...) of a floating dtype "
@@ -47,11 +49,24 @@ def split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:
     return tensor, {**named, **(extra or {})}
 
 
+def check_text(ids: Tensor, model: Any) -> Tensor:
+    """Ids of a text as :func:`check_inputs` returns them.
+
+    Raises:
+        InputError: for ids outside the vocabulary too.
+    """
+    _check_vocabulary("inputs", ids, model)
+    return check_inputs(ids, model)
+
+
 def check_inputs(inputs: Any, model: Any) -> Tensor:
     """``inputs`` as the model takes them, if they are of a form the library explains.
 
+    Ids outside the vocabulary may be placeholders, which a model looks up as others:
+    :func:`ids_explained` refuses those that it does not.
+
     Raises:
-        InputError: for a wrong shape, no values at all, or ids outside the vocabulary.
+        InputError: for a wrong shape, or no values at all.
         TypeError: for anything except a dense tensor, or a wrong dtype.
     """
     if not isinstance(inputs, Tensor):
@@ -85,7 +100,7 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         # A subclass (torchvision's images) may wrap results anew, which then have other nodes.
         inputs = inputs.as_subclass(Tensor)
     # Which ids a table was given is told by their memory: each has its own.
-    return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model).contiguous()
+    return inputs if inputs.is_floating_point() else _whole_numbers("inputs", inputs).contiguous()
 
 
 def _check_weights(model: nn.Module) -> None:
@@ -150,17 +165,53 @@ def check_together(inputs: Sequence[Tensor], model: Any) -> None:
 
 def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
     """Ids of any integer dtype in one that embeddings take; raises for what is no id."""
+    ids = _whole_numbers(name, ids)
+    _check_vocabulary(name, ids, model)
+    return ids
+
+
+def _whole_numbers(name: str, ids: Tensor) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} is {ids.dtype}; expected token ids of an integer dtype.")
-    if ids.dtype not in (torch.int32, torch.int64):
-        ids = ids.long()
+    return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
+
+
+def _check_vocabulary(name: str, ids: Tensor, model: Any) -> None:
     size = getattr(input_embeddings(unwrap(model)), "num_embeddings", None)
     if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
         raise InputError(
             f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
             f"has ids 0 .. {size - 1}."
         )
-    return ids
+
+
+def is_placeholder(ids: Tensor, rows: int) -> Tensor:
+    """Which ids a table of so many rows does not embed, in their shape."""
+    return (ids < 0) | (ids >= rows)
+
+
+@contextmanager
+def ids_explained(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Refuse ids of inputs that the model's table has no row for, where it looks them up.
+
+    A model may put other ids in the place of these, and sound or an image in the place of what it
+    then looks up. A GPU that is asked for a row that is not there stops the whole process.
+
+    Raises:
+        InputError: before the table is asked.
+    """
+    table = input_embeddings(model)
+    size = getattr(table, "num_embeddings", None)
+    ids = [one for one in inputs if not one.is_floating_point()]
+    if size is None or not any(bool(is_placeholder(one, size).any()) for one in ids):
+        yield
+        return
+
+    def look(_: nn.Module, args: Any, kwargs: Any) -> None:
+        _check_vocabulary("inputs", next(tensors_in((args, kwargs))), model)
+
+    with watch_modules([table], before=look):
+        yield
 
 
 def takes_embeddings(names: Sequence[str], inputs: tuple[Tensor, ...]) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from captum_ssm.capture.check_inputs import is_placeholder
+from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.utils.clones import memory, repeated
@@ -20,7 +22,12 @@ from captum_ssm.utils.watch_modules import watch_modules
 Given = tuple[str, nn.Module, Tensor]
 
 
-def entries_of(given: Tensor, ids: Tensor) -> Tensor | None:
+def rows_of(table: nn.Module, own: nn.Module | None) -> int | None:
+    """How many ids a table embeds, if it is the model's own; None for others."""
+    return getattr(table, "num_embeddings", None) if table is own else None
+
+
+def entries_of(given: Tensor, ids: Tensor, rows: int | None = None) -> Tensor | None:
     """The entries of ``ids``, counted from 0 in their flat order, that ``given`` holds.
 
     None if it holds others. A view of ids, such as one column of a table, is known by its memory;
@@ -29,6 +36,8 @@ def entries_of(given: Tensor, ids: Tensor) -> Tensor | None:
     Args:
         given (Tensor): what a table was given, of any shape.
         ids (Tensor): one of the model's inputs.
+        rows (int, optional): how many ids the model's own table embeds. Others are placeholders
+            (of images, of sound), for which a model looks up what it likes. Default: None
     """
     if is_view(given, ids):
         own, asked = _addresses(ids).flatten(), _addresses(given)
@@ -36,9 +45,13 @@ def entries_of(given: Tensor, ids: Tensor) -> Tensor | None:
         entry[own] = torch.arange(len(own))
         found = entry[asked]
         return None if bool((found < 0).any()) else found
-    if given.shape == ids.shape and torch.equal(given.to(ids.device), ids):
-        return torch.arange(ids.numel()).view(ids.shape)
-    return None
+    if given.shape != ids.shape:
+        return None
+    is_same = given.to(ids.device) == ids
+    is_known = is_same if rows is None else is_same | is_placeholder(ids, rows)
+    if not bool(is_same.any() and is_known.all()):
+        return None
+    return torch.arange(ids.numel()).view(ids.shape)
 
 
 def is_view(given: Tensor, ids: Tensor) -> bool:
@@ -53,10 +66,12 @@ def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
     neither an input nor counts upward, as positions do.
     """
     ids = [one for one in request.inputs if not one.is_floating_point()]
+    own = input_embeddings(request.module)
     unknown = [
-        one
-        for one in tables
-        if all(entries_of(one[2], ids_of) is None for ids_of in ids) and not _counts(one[2])
+        (name, table, given)
+        for name, table, given in tables
+        if all(entries_of(given, one, rows_of(table, own)) is None for one in ids)
+        and not _counts(given)
     ]
     others = _given_for(request, unknown) if ids and unknown else []
     for (name, _, given), other in zip(unknown, others, strict=False):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.embedded_ids import entries_of
-from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.embedded_ids import entries_of, rows_of
+from captum_ssm.capture.model import extract_logits, input_embeddings
 from captum_ssm.capture.promise import Promise
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
@@ -218,8 +218,10 @@ class _Run:
         return with_first(result, self._start(first_of(result)))
 
     def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
-        ids, inputs = next(tensors_in((args, kwargs))), self.request.inputs
-        is_input = any(entries_of(ids, x) is not None for x in inputs if not x.is_floating_point())
+        own = input_embeddings(self.request.module)
+        given, rows = next(tensors_in((args, kwargs))), rows_of(module, own)
+        ids = [x for x in self.request.inputs if not x.is_floating_point()]
+        is_input = any(entries_of(given, one, rows) is not None for one in ids)
         return self._start(result) if is_input else None
 
 

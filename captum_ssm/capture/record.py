@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm.capture.embedded_ids import warn_of_derived
+from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
@@ -32,6 +33,7 @@ from captum_ssm.utils.nested import detached, tensors_in
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.progress import Bar
 from captum_ssm.utils.retry import retry_with_copies
+from captum_ssm.utils.watch_modules import watch_modules
 from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.measure import measure
 
@@ -142,6 +144,9 @@ def _record_once(
             whole=whole,
         )
         run, points = partial(of_copies.run, visits.inputs()), {**mixers, **others}
+        if may_fill(request) and (cuts is not None or substitute is not None):
+            modules = copies.root.modules()
+            stack.enter_context(watch_modules(modules, before=visits.filled.before))
         output, found, root_visits = traced(
             points, request.model, copies, run, visits.enter, visits.leave
         )

@@ -15,6 +15,7 @@ from captum_ssm.capture.check_inputs import (
     check_inputs,
     check_together,
     extra_arguments,
+    ids_explained,
     masks_explained,
     split_encoding,
     takes_embeddings,
@@ -70,8 +71,8 @@ class Request:
         """A request for what a user passed to ``attribute``.
 
         Raises:
-            InputError: for inputs of a wrong shape, without values, or with ids outside the
-                vocabulary, and for arguments that do not fit them.
+            InputError: for inputs of a wrong shape or without values, and for arguments that do
+                not fit them.
             TypeError: for inputs or arguments of a wrong type or dtype.
         """
         model = resolve_model(forward_func, model)
@@ -160,7 +161,7 @@ class Request:
             positional=tuple(map(_copied, self.positional)),
             named={name: _copied(value) for name, value in self.named.items()},
         )
-        with one_run(self.module):
+        with one_run(self.module), ids_explained(self.module, inputs):
             if not is_model(self.forward_func):
                 return self.forward_func(*inputs, *own.positional, **own.named)
             module = unwrap(self.forward_func)

@@ -131,6 +131,14 @@ class FrozenStandIns:
     def prepare(self, module: nn.Module) -> None:
         """Change the copy of a mixer before the model runs."""
 
+    def filled(self, tokens: Tensor) -> Tensor:
+        """What the model goes on with at tokens that it filled from its other arguments.
+
+        Args:
+            tokens (Tensor): all tokens ``(B, L, E)``, without a graph.
+        """
+        return tokens
+
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         """What the whole run of the model's copies happens in, of which ``root`` is the first."""
         return nullcontext()

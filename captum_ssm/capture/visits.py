@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from captum_ssm.capture.embedded_ids import entries_of
+from captum_ssm.capture.embedded_ids import entries_of, rows_of
+from captum_ssm.capture.filled_tokens import FilledTokens
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.reuse import InnerResults
@@ -54,6 +55,7 @@ class Visits:
         self.embedded: list[Tensor] = []  # the ids that the table was given
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
         self.inner = InnerResults()
+        self.filled = FilledTokens(self._filled)
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in mixers)
@@ -121,8 +123,10 @@ class Visits:
             if self.cuts is not None and is_mixer:
                 value = with_first(value, self.cuts.leave(self.mixers[module], first_of(value)))
             elif self.cuts is not None and is_table(module) and self.table in (None, module):
-                value = self._embedded(next(tensors_in(inputs)), value)
+                value = self._embedded(module, next(tensors_in(inputs)), value)
                 visit = None if visit is None else replace(call, result=value)
+            if module is self.table:
+                self.filled.embedded(first_of(value))
             return visit, replace(call, result=value).own[2]
 
     def calls(
@@ -172,11 +176,22 @@ class Visits:
             visit = replace(visit, result=map_tensors(_form, value))
         return visit, value
 
-    def _embedded(self, given: Tensor, value: Any) -> Any:
+    def _filled(self, is_filled: Tensor, tokens: Tensor) -> Tensor:
+        if self.substitute is not None:
+            tokens = self.substitute.filled(tokens)
+        if self.cuts is not None:
+            [(k, ids)] = self.ids.items()
+            entries = is_filled.flatten().nonzero().squeeze(-1)
+            begun = tokens.flatten(0, 1)[entries]
+            begun = self.cuts.embed(k, ids, entries.cpu(), begun, self.width)
+            tokens = tokens.masked_scatter(is_filled[..., None], begun)
+        return tokens
+
+    def _embedded(self, module: nn.Module, given: Tensor, value: Any) -> Any:
         assert self.cuts is not None
         self.embedded.append(given)
         for k, one in self.ids.items():
-            entries = entries_of(given, one)
+            entries = entries_of(given, one, rows_of(module, self.table))
             if entries is not None:
                 return self.cuts.embed(k, one, entries, value, self.width)
         return value

@@ -196,11 +196,11 @@ def explain(
         Explanation: with one example per text or image.
 
     Raises:
-        ValueError: for a text without a token, hidden states in place of scores, a label that the
-            model does not have, words of a target that the tokenizer does not know,
-            messages without a chat template, an option that ``generate`` does not have,
-            a target of several tokens where one is needed, a contrast with the target itself, an
-            unknown method, unit or map, and whatever a method raises.
+        ValueError: for a text without a token, or with an image or sound beside it, hidden states
+            in place of scores, a label that the model does not have, words of a target that the
+            tokenizer does not know, messages without a chat template, an option that ``generate``
+            does not have, a target of several tokens where one is needed, a contrast with the
+            target itself, an unknown method, unit or map, and whatever a method raises.
         TypeError: for inputs of a wrong type.
         MemoryLimitError: where rows or maps do not fit ``memory_limit``.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from captum_ssm.capture.check_inputs import check_inputs
+from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.parse_inputs import numbered, warn_of_unknown
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
@@ -85,7 +85,7 @@ def chat_questions(
     for k, chat in enumerate(chats):
         with numbered(k, B):
             whole.append(chat.whole())
-            check_inputs(torch.tensor([whole[-1].ids]), setup.model)
+            check_text(torch.tensor([whole[-1].ids]), setup.model)
     warn_of_unknown(whole, stacklevel=6)
     task = tell(whole[0], B == 1)
     if task.kind != "tokens":

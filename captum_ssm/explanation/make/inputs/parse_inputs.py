@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.check_inputs import check_inputs
+from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.arrays import may_be_text
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, read, read_ids, read_pair
@@ -91,7 +91,7 @@ def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[
     for k, text in enumerate(texts):
         with numbered(k, len(texts)):
             found.append(_read(tokenizer, text))
-            check_inputs(torch.tensor([found[-1].ids]), model)
+            check_text(torch.tensor([found[-1].ids]), model)
     # A conversation was read before, and its own reader warns of it.
     pairs = zip(found, texts, strict=True)
     warn_of_unknown([read for read, given in pairs if read is not given], stacklevel=7)
@@ -212,6 +212,7 @@ def _is_pair_of_texts(inputs: Mapping[str, Any]) -> bool:
 
 def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
     if "input_ids" in inputs:
+        _check_alone(inputs)
         named = [inputs.get(name) for name in ("attention_mask", "token_type_ids")]
         return _of_ids(inputs["input_ids"], *named)
     for names in PAIRS:
@@ -228,6 +229,17 @@ def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
         "expected 'text' (and 'text_pair'), 'question' and 'context', 'input_ids' or "
         "'pixel_values'."
     )
+
+
+def _check_alone(inputs: Mapping[str, Any]) -> None:
+    # What processors of images and sound return beside the ids, which the model is to read too.
+    others = [n for n, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()]
+    if others:
+        raise InputError(
+            f"inputs holds {', '.join(map(str, others))} beside input_ids; expected a text alone, "
+            "as a page shows what words of a text did. A method explains both: "
+            "MambaLRP(model).attribute(inputs, target=...)."
+        )
 
 
 def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:

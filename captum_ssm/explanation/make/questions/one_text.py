@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from captum_ssm.capture.check_inputs import check_inputs
+from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps
@@ -37,7 +37,7 @@ class OneTextQuestion(ABC):
             ValueError, TypeError: as for ``explain``.
         """
         ids = torch.tensor([self.text.ids], device=next(setup.model.parameters()).device)
-        check_inputs(ids, setup.model)
+        check_text(ids, setup.model)
         if setup.lens:
             setup.note("no lens: the model has no vocabulary")
         run = self.task.run_on(self.text)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.capture.check_inputs import check_inputs
+from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
@@ -90,7 +90,7 @@ class TextQuestion:
         """
         texts = _arranged(self)
         ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
-        check_inputs(ids, setup.model)
+        check_text(ids, setup.model)
         told = [] if self.recorded is None else self.recorded.read_at
         read = sorted({*texts.positions, *told})
         if setup.lens:
