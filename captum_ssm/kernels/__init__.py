@@ -4,10 +4,13 @@
 :mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
 :mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors,
 :mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads,
-:mod:`captum_ssm.kernels.weighted` that of channel means of heads. Each operation exists twice:
+:mod:`captum_ssm.kernels.weighted` that of channel means of heads, and
+:mod:`captum_ssm.kernels.weighted_heads` all of it for linear attention. Each operation exists
+twice:
 
 * the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built, and for
-  CUDA tensors if nvcc was there (all but :func:`map_distances` and :func:`weighted_rows`);
+  CUDA tensors if nvcc was there (all but :func:`map_distances`, :func:`weighted_rows` and
+  :func:`linear_attention_weighted`);
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
   argument: the fallback for any device.
 
@@ -44,6 +47,7 @@ from captum_ssm.kernels.linear_attention import (
 from captum_ssm.kernels.linear_attention_coefficients import LinearAttentionCoefficients
 from captum_ssm.kernels.taps import tap_rows
 from captum_ssm.kernels.weighted import weighted_rows
+from captum_ssm.kernels.weighted_heads import linear_attention_weighted
 
 __all__ = [
     "DiagonalCoefficients",
@@ -59,6 +63,7 @@ __all__ = [
     "linear_attention_rmatvec",
     "linear_attention_rows",
     "linear_attention_scan",
+    "linear_attention_weighted",
     "map_distances",
     "naive_diagonal_matrix",
     "naive_linear_attention_matrix",

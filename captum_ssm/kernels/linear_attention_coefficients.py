@@ -61,7 +61,7 @@ def tensors_of(c: LinearAttentionCoefficients) -> dict[str, Any]:
     return {name: getattr(c, name) for name in _NAMES}
 
 
-def checked(c: LinearAttentionCoefficients, **first: Tensor) -> list[Any]:
+def checked(c: LinearAttentionCoefficients, **first: Tensor | None) -> list[Any]:
     # All tensors in one dtype, `first` before the coefficients, whose shapes agree.
     tensors = promote(**first, **tensors_of(c))
     shape = tuple(c.query.shape)

@@ -264,6 +264,22 @@ class TokenOperator(ABC):
         """
         return top_entries(self, k, by, between=between)
 
+    def weighted_tile(
+        self,
+        start: int,
+        left: Tensor,
+        right: Tensor | None,
+        taps: Tensor | None,
+        columns: Tensor | None,
+    ) -> Tensor | None:
+        """Rows, from ``start`` on, of the mean of a product around alpha.
+
+        It is ``diag(left) alpha diag(right) conv diag(columns)`` with ``left (B, R, D)`` of these
+        rows, ``taps (D, K)``, and others ``(B, L, D)``. None where no kernel computes it without
+        rows of all maps.
+        """
+        return None
+
     def row_bounds(self) -> Tensor:
         """A bound of the sizes of each row's entries in the channel sum: ``(B, L)``.
 

@@ -169,10 +169,14 @@ class ScaledOperator(AroundOperator):
     def row_tile(self, start: int, stop: int) -> Tensor:
         if not self.has_heads:
             return super().row_tile(start, stop)
-        return self.convolved_row_tile(start, stop, self.reference.new_ones(self.channels, 1))
+        return self.convolved_row_tile(start, stop)
 
     def convolved_row_tile(
-        self, start: int, stop: int, taps: Tensor, columns: Tensor | None = None
+        self,
+        start: int,
+        stop: int,
+        taps: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`row_tile`, of heads after a convolution with causal taps ``(D, K)``.
 
@@ -180,20 +184,26 @@ class ScaledOperator(AroundOperator):
         """
         B, L, D, _ = self.sizes
         ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
-        left = (ones if self.left is None else self.left[:, start:stop]) / D
-        left = left.expand(B, stop - start, D)
-        right = (ones if self.right is None else self.right).expand(B, L, D).mT.contiguous()
-        by_lag = taps.flip(-1)[:, :L].mT.contiguous()
+        left = (ones if self.left is None else self.left[:, start:stop]).expand(B, stop - start, D)
+        # What has a graph is summed by what autograd knows.
+        tensors = (self.left, self.right, taps, columns, self.inner.reference)
+        has_graph = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in tensors
+        )
+        right = None if self.right is None else self.right.expand(B, L, D)
+        if not has_graph:
+            tile = self.inner.weighted_tile(start, left, right, taps, columns)
+            if tile is not None:
+                return tile
+        by_lag = ones[0] if taps is None else taps.flip(-1)[:, :L].mT.contiguous()
+        right = (ones if right is None else right).expand(B, L, D).mT.contiguous()
         sources = right * by_lag[:, None, :, None]  # (K, B, D, L)
         if columns is not None:
             before = columns.mT.contiguous()
             for lag in range(len(sources)):
                 sources[lag, ..., lag:] *= before[..., : L - lag]
-        # What has a graph is summed by what autograd knows.
-        tensors = (left, sources, self.inner.reference)
-        has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         weighted = weighted_rows_torch if has_graph else kernels.weighted_rows
-        tiles = []
+        left, tiles = left / D, []
         for first in range(start, stop, ROWS):
             rows = left[:, first - start : first - start + ROWS]
             tiles.append(self._weighted(first, rows, sources, weighted))

@@ -84,3 +84,15 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         return kernels.linear_attention_mean(self, start, stop)
+
+    def weighted_tile(
+        self,
+        start: int,
+        left: Tensor,
+        right: Tensor | None,
+        taps: Tensor | None,
+        columns: Tensor | None,
+    ) -> Tensor | None:
+        if left.device.type != "cpu" or not kernels.extension_loaded():
+            return None
+        return kernels.linear_attention_weighted(left, right, taps, columns, self, start)

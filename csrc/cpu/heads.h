@@ -78,6 +78,17 @@ struct HeadRows {
   T* sum;                // (L, count) all heads are added up
 };
 
+// What the channels of the heads weigh: rows, columns, and columns before a convolution in between.
+template <class T>
+struct HeadWeights {
+  const T* left;     // (rows, D), from the row `first` on
+  const T* right;    // (L, D), or null
+  const T* taps;     // (D, K), or null
+  const T* columns;  // (L, D), or null
+  int64_t first, P, D, K;
+  T* out;            // (rows, L), likewise: the mean over the channels
+};
+
 constexpr int64_t kHeadsTogether = 8;
 
 template <class T>
@@ -95,6 +106,10 @@ struct HeadsKernels {
   int64_t (*wide_scratch)(const Heads<T>&, int64_t heads, int64_t columns);
   void (*wide)(const HeadsRun<T>&, T* scratch);
   void (*rows)(const HeadRows<T>&, T* scratch);
+
+  // The sum over the channels of weighted rows of maps (see weighted_heads.h).
+  int64_t (*weighted_scratch)(const HeadRows<T>&, const HeadWeights<T>&);
+  void (*weighted)(const HeadRows<T>&, const HeadWeights<T>&, T* scratch);
 
   int64_t (*gradient_scratch)(const HeadsGradient<T>&);
   void (*gradient)(const HeadsGradient<T>&, T* scratch);

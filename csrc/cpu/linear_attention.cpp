@@ -98,16 +98,17 @@ void run_narrow(const HeadArguments& a, bool backward, const Tensor& input, Tens
 }
 
 // The heads and columns of one task: enough tasks for all threads, which have `units` of them
-// already, and the state within a processor's own cache.
+// already, and the state, with `more` numbers for each column, within a processor's own cache.
 struct Share {
   int64_t heads, columns;
 
   template <class T>
-  static Share of(const HeadArguments& a, int64_t columns, int64_t most_heads, int64_t units) {
+  static Share of(const HeadArguments& a, int64_t columns, int64_t most_heads, int64_t units,
+                  int64_t more = 0) {
     const HeadsKernels<T>& k = kernels<T>().heads;
     constexpr int64_t kCache = 256 << 10;
     const int64_t cached = std::max<int64_t>(
-        1, kCache / (k.padded(a.N) * k.block * int64_t(sizeof(T))));
+        1, kCache / ((k.padded(a.N) + more) * k.block * int64_t(sizeof(T))));
     const int64_t blocks = up(columns, k.block);
     const int64_t taken = std::min(per_part(blocks, units), cached);
     const int64_t heads = std::min({per_part(a.H, a.batch * up(blocks, taken)), most_heads,
@@ -280,6 +281,64 @@ void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
   });
 }
 
+// Each task weighs and adds up all heads for some of `count` rows; w is that of all sequences.
+template <class T>
+void weighted_mean_rows(const HeadArguments& a, const HeadWeights<T>& w, int64_t count) {
+  const HeadsKernels<T>& k = kernels<T>().heads;
+  const int64_t width = Share::of<T>(a, count, 1, a.batch, w.P).columns, parts = up(count, width);
+  std::vector<int64_t> rows(count);
+  for (int64_t r = 0; r < count; ++r) rows[r] = w.first + count - 1 - r;
+  auto part = [&](int64_t b, int64_t first) {
+    return HeadRows<T>{heads<T>(a, b), 0, a.H, rows.data() + first, nullptr,
+                       std::min(count - first, width), nullptr, nullptr};
+  };
+  auto of = [&](int64_t b) {
+    auto at = [&](const T* x, int64_t tokens) { return x ? x + b * tokens * w.D : nullptr; };
+    HeadWeights<T> own = w;
+    own.left = at(w.left, count), own.right = at(w.right, a.L), own.columns = at(w.columns, a.L);
+    own.out += b * count * a.L;
+    return own;
+  };
+  each_task<T>(a.batch * parts, k.weighted_scratch(part(0, 0), of(0)), [&](int64_t task, T* space) {
+    const int64_t b = task % a.batch;
+    k.weighted(part(b, task / a.batch * width), of(b), space);
+  });
+}
+
+Tensor linear_attention_weighted(const Tensor& left_, const std::optional<Tensor>& right_,
+                                 const std::optional<Tensor>& taps_,
+                                 const std::optional<Tensor>& columns_, const Tensor& query,
+                                 const Tensor& key, const Tensor& log_decay,
+                                 const std::optional<Tensor>& erase,
+                                 const std::optional<Tensor>& probe,
+                                 const std::optional<Tensor>& bonus, int64_t start) {
+  const HeadArguments a(query, key, log_decay, erase, probe, bonus);
+  const Tensor left = whole(left_, query, 3);
+  const int64_t count = left.size(1), D = left.size(2);
+  std::optional<Tensor> right, taps, columns;
+  if (right_) right = whole(*right_, query, 3);
+  if (taps_) taps = whole(*taps_, query, 2);
+  if (columns_) columns = whole(*columns_, query, 3);
+  check_range(start, start + count, a.L);
+  STD_TORCH_CHECK(left.size(0) == a.batch && D > 0 && D % a.H == 0 &&
+                      (!taps || (taps->size(0) == D && taps->size(1) > 0)),
+                  "captum_ssm: the shapes of the weights do not agree");
+  for (const auto* x : {&right, &columns})
+    STD_TORCH_CHECK(!*x || ((*x)->size(0) == a.batch && (*x)->size(1) == a.L && (*x)->size(2) == D),
+                    "captum_ssm: the shapes of the weights do not agree");
+  Tensor out = torch::stable::new_empty(a.query, {a.batch, count, a.L});
+  if (out.numel() == 0) return out;
+  dispatch(a.query, [&](auto zero) {
+    using T = decltype(zero);
+    weighted_mean_rows<T>(a,
+                          {left.const_data_ptr<T>(), data<T>(right), data<T>(taps),
+                           data<T>(columns), start, D / a.H, D, taps ? taps->size(1) : 1,
+                           out.mutable_data_ptr<T>()},
+                          count);
+  });
+  return out;
+}
+
 Tensor linear_attention_mean(const Tensor& query, const Tensor& key, const Tensor& log_decay,
                              const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
                              const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
@@ -304,4 +363,5 @@ CAPTUM_SSM_IMPL(CPU, m) {
   m.impl("linear_attention_rmatvec", TORCH_BOX(&captum_ssm::linear_attention_rmatvec));
   m.impl("linear_attention_rows", TORCH_BOX(&captum_ssm::linear_attention_rows));
   m.impl("linear_attention_mean", TORCH_BOX(&captum_ssm::linear_attention_mean));
+  m.impl("linear_attention_weighted", TORCH_BOX(&captum_ssm::linear_attention_weighted));
 }

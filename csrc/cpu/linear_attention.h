@@ -494,11 +494,26 @@ NOINLINE void read_block(const Span<T>& s, const Heads<T>& heads, int64_t steps,
   write_state<V>(s.m, none, none, none, none, padded, state);
 }
 
+// Has all of a block's state decayed to zero?
+template <class T>
+INLINE bool is_spent(const T* state, int64_t size) {
+  for (int64_t k = 0; k < size; k += kBlock<T>) {
+    Vec<T> any{};
+#pragma GCC unroll 4
+    for (int v = 0; v < kColumnVectors; ++v) {
+      const Vec<T> x = load(state + k + v * lanes<T>);
+      any += x < 0 ? -x : x;
+    }
+    if (!(total<T>(any) == 0)) return false;
+  }
+  return true;
+}
+
 // Goes through all spans of some heads. `load_block(h, k, t0, steps, x)` fills the inputs of a
 // head's block and says whether any is not zero, `store_block(h, k, t0, steps, y)` takes its
-// outputs (null: all zero). Blocks that nothing has entered yet cost nothing. `quiet(k, begin,
-// end)` says that nothing enters between: backwards without a delta rule, such stretches are read
-// in one go.
+// outputs (null: all zero). Blocks that nothing has entered yet cost nothing, and next to nothing
+// those whose state has decayed to zero. `quiet(k, begin, end)` says that nothing enters between:
+// backwards without a delta rule, such stretches are read in one go.
 template <class T, class Load, class Store, class Quiet>
 INLINE void run_wide(const Heads<T>& heads, int64_t h0, int64_t h1, bool backward, int64_t columns,
                      T* scratch, const Load& load_block, const Store& store_block,
@@ -519,8 +534,11 @@ INLINE void run_wide(const Heads<T>& heads, int64_t h0, int64_t h1, bool backwar
       auto half = [&](int64_t k) { return columns - k * kBlock<T> <= lanes<T>; };
       auto state = [&](int64_t k) { return s.state + ((h - h0) * blocks + k) * size; };
       auto passed = [&](int64_t k) { return stretches_pay && k < before && quiet(k, begin, end); };
+      int64_t spent = 0;  // blocks, which entered in order, that are zero all along the stretch
+      for (; spent < before && quiet(spent, begin, end) && is_spent(state(spent), size); ++spent)
+        store_block(h, spent, begin, end - begin, (const T*)nullptr);
       bool made = false;
-      for (int64_t k = 0; k < before; ++k) {
+      for (int64_t k = spent; k < before; ++k) {
         if (!passed(k)) continue;
         if (!made) make_writes(heads, h, begin, end - begin, s), made = true;
         (half(k) ? read_block<1, T> : read_block<kColumnVectors, T>)(s, heads, end - begin,
@@ -531,10 +549,10 @@ INLINE void run_wide(const Heads<T>& heads, int64_t h0, int64_t h1, bool backwar
         const int64_t t0 = begin + (backward ? spans - 1 - span : span) * kSteps;
         const int64_t steps = smaller(kSteps, end - t0);
         made = false;
-        for (int64_t k = 0; k < blocks; ++k) {
+        for (int64_t k = spent; k < blocks; ++k) {
           if (passed(k)) continue;
           const bool enters = load_block(h, k, t0, steps, s.x);
-          if (!enters && k >= live[h - h0]) {
+          if (!enters && (k >= live[h - h0] || is_spent(state(k), size))) {
             store_block(h, k, t0, steps, (const T*)nullptr);
             continue;
           }
@@ -578,9 +596,9 @@ static void wide(const HeadsRun<T>& r, T* scratch) {
         [](int64_t, int64_t, int64_t) { return false; });
 }
 
-template <class T>
-static void head_rows(const HeadRows<T>& r, T* scratch) {
-  const int64_t L = r.heads.L;
+// The run whose inputs are unit vectors, of one head.
+template <class T, class Store>
+INLINE void run_rows(const HeadRows<T>& r, int64_t h, T* scratch, const Store& store_block) {
   auto load_block = [&](int64_t, int64_t k, int64_t t0, int64_t steps, T* x) {
     const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
     bool enters = false;
@@ -596,6 +614,12 @@ static void head_rows(const HeadRows<T>& r, T* scratch) {
     const int64_t c = k * kBlock<T>, last = smaller(c + kBlock<T>, r.count) - 1;
     return r.rows[c] < begin || r.rows[last] >= end;
   };
+  run_wide(r.heads, h, h + 1, true, r.count, scratch, load_block, store_block, quiet);
+}
+
+template <class T>
+static void head_rows(const HeadRows<T>& r, T* scratch) {
+  const int64_t L = r.heads.L;
   auto write = [&](int64_t, int64_t k, int64_t t0, int64_t steps, const T* y) {
     const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
     const int64_t* slots = r.slots + c;
@@ -621,7 +645,7 @@ static void head_rows(const HeadRows<T>& r, T* scratch) {
   };
   for (int64_t h = r.h0; h < r.h1; ++h)
     if (r.sum)
-      run_wide(r.heads, h, h + 1, true, r.count, scratch, load_block, add, quiet);
+      run_rows(r, h, scratch, add);
     else
-      run_wide(r.heads, h, h + 1, true, r.count, scratch, load_block, write, quiet);
+      run_rows(r, h, scratch, write);
 }
