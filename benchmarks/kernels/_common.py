@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,13 @@ def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = 3e-6) 
     return error
 
 
-def arguments(description: str | None, name: str) -> argparse.Namespace:
-    """The options of every script here; there have to be kernels to measure."""
+def arguments(
+    description: str | None, name: str, flags: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """The options of every script here, and more flags; there have to be kernels to measure."""
     parser = _timing.options(description, name)
+    for flag, says in (flags or {}).items():
+        parser.add_argument(flag, action="store_true", help=says)
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--device", default="cpu", help="of operators.py. Default: cpu")
     args = _timing.parsed(parser)
