@@ -7,6 +7,7 @@ among what is explained: the token begins with what was written.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,14 @@ class FilledTokens:
 
     Args:
         start (Callable): begins them.
+
+    Attributes:
+        added (int): how many tokens of an example stand beside those of ids, and are made of none.
     """
 
     def __init__(self, start: Start) -> None:
         self.start = start
+        self.added = 0
         self._shape: tuple[int, ...] = ()
         self._embeddings: GradientEdge | None = None
 
@@ -56,26 +61,51 @@ class FilledTokens:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module is to be given, where that is the tokens."""
-        if self._embeddings is None:
+        embeddings = self._embeddings
+        if embeddings is None:
             return None
         for tokens in tensors_in((args, kwargs)):
-            if tokens.shape == self._shape and tokens.requires_grad:
-                is_filled = self._filled(tokens)
-                if is_filled is not None:
-                    self._embeddings = None
+            is_filled = self._filled(tokens, embeddings) if self._may_be(tokens) else None
+            if is_filled is not None:
+                self._embeddings = None
+                if tokens.shape == self._shape:
                     return self._begun(tokens, is_filled, (args, kwargs))
+                self.added = int(is_filled[0].sum())
         return None
 
-    def _filled(self, tokens: Tensor) -> Tensor | None:
-        # Which tokens do not depend on their embeddings, (B, L); None if none of them does. A norm
-        # of equal gradients would be zero.
-        assert self._embeddings is not None
+    def warn_of_added(self) -> None:
+        """Warn of tokens that have no place in a result of the shape of ids."""
+        if self.added:
+            warnings.warn(
+                f"{self.added} tokens that the model reads are made of no id of inputs, and the "
+                "result does not show them. If the model makes them of additional_forward_args (an "
+                "image, sound), give these among inputs to explain them too: (ids, image).",
+                stacklevel=2,
+            )
+
+    def _may_be(self, tokens: Tensor) -> bool:
+        B, L, E = self._shape
+        is_row = tokens.dim() == 3 and tokens.shape[0] == B and tokens.shape[2] == E
+        return is_row and tokens.shape[1] >= L and tokens.requires_grad
+
+    def _filled(self, tokens: Tensor, embeddings: GradientEdge) -> Tensor | None:
+        # Which tokens do not depend on embeddings of ids, (B, T); None if none of them does. The
+        # product of the Jacobian with a random direction is the derivative of that from the left.
         generator = torch.Generator().manual_seed(0)
-        weights = torch.rand(tokens.shape, generator=generator).to(tokens)
-        (gradient,) = torch.autograd.grad(
-            tokens, self._embeddings, weights, retain_graph=True, allow_unused=True
-        )
-        return None if gradient is None else (gradient == 0).all(-1)
+        shapes = tokens.shape, self._shape
+        left, right = (torch.rand(shape, generator=generator).to(tokens) for shape in shapes)
+        left.requires_grad_()
+        try:
+            with torch.enable_grad():
+                (back,) = torch.autograd.grad(
+                    tokens, embeddings, left, create_graph=True, allow_unused=True
+                )
+                if back is None:
+                    return None
+                (along,) = torch.autograd.grad(back, left, right)
+        except RuntimeError:  # a function on the way that is differentiable only once
+            return None
+        return (along == 0).all(-1)
 
     def _begun(self, tokens: Tensor, is_filled: Tensor, given: Any) -> Any:
         if not bool(is_filled.any()):

@@ -165,6 +165,7 @@ def _record_once(
             if is_table(module)
         ]
     warn_of_derived(request, tables)
+    visits.filled.warn_of_added()
     return recording if gradients else detached(recording)
 
 

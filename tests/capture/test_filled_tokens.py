@@ -120,6 +120,26 @@ def test_edges_end_at_filled_tokens(images: Tensor) -> None:
     assert_close(edges.relevance, expected, rtol=1e-4, atol=1e-6)
 
 
+class ImagesFirst(WithImages):
+    """A language model whose images are tokens of their own, in front."""
+
+    def merged(self, input_ids: Tensor, images: Tensor) -> Tensor:
+        return torch.cat([self.see(images), self.get_input_embeddings()(input_ids)], 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_images_beside_the_tokens_are_told(method: type, images: Tensor) -> None:
+    model, ids = ImagesFirst(by_scatter), IDS.clamp(min=0)
+    with pytest.warns(UserWarning, match="3 tokens that the model reads are made of no id"):
+        found = method(model).attribute(ids, additional_forward_args=images, **options(method))
+    if method is MambaLRP:
+        of_both = MambaLRP(model).attribute((ids, images), **options(method))
+        assert_close(of_both[0], found, rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            score = model(ids, images)[:, -1, 3]
+        assert_close(of_both[0].sum(1) + of_both[1].sum((1, 2)), score, rtol=1e-4, atol=1e-6)
+
+
 def test_placeholders_that_are_looked_up_are_refused(images: Tensor) -> None:
     class LooksUp(WithImages):
         def merged(self, input_ids: Tensor, images: Tensor) -> Tensor:
