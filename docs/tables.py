@@ -217,13 +217,14 @@ def _paper_scale(found: dict[str, Any]) -> str:
     text = (
         f"{found['examples']} held-out strings of {found['length']} letters, copied by a {kind} of "
         f"{found['layers']} layers of width {found['width']}, trained as in appendix B.1 of the "
-        "LaTIM paper but for what `benchmarks/README.md` names; the paper's are 512 wide. It "
+        "LaTIM paper but for what `benchmarks/README.md` names; the paper's is 512 wide. It "
         f"predicts {found['accuracy']:.1%} of the copied tokens. The last column has the paper's "
         "table 2: AUC, AP and R@K."
     )
     head = ["method", "hit ↑", "AUC ↑", "AP ↑", "R@K ↑", "paper"]
     rows.append([RANDOM, *shown])
-    return _section(f"Copying a string: {kind}, {found['layers']} layers", text, _table(head, rows))
+    size = f"{found['layers']} layers of {found['width']}"
+    return _section(f"Copying a string: {kind}, {size}", text, _table(head, rows))
 
 
 def _mixing() -> str:
