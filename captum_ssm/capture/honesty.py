@@ -165,10 +165,11 @@ class _Run:
         inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
         model, torch_state = self.request.module, torch.random.get_rng_state()
         self.paths = {module: path for path, module in find_mixers(model)}
-        if self.held:  # what mixers returned before is exchanged all the same
-            for module in self.paths:
-                again = iter(self.results.get(module, ()))
-                module.__dict__["forward"] = partial(_next, again, module.forward)
+        for module in self.paths:
+            # What mixers returned before is exchanged all the same, and what they raised.
+            seen = self.results.setdefault(module, [])
+            run = partial(_next, iter(seen)) if self.held else partial(_or_error, seen)
+            module.__dict__["forward"] = partial(run, module.forward)
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         with (
             watch_modules(self.paths, after=self._after_mixer),
@@ -214,7 +215,7 @@ class _Run:
         if not self.held:
             # A result with its graph would keep the mixer's weights and activations.
             detached = map_tensors(torch.Tensor.detach, result)
-            self.results.setdefault(module, []).append(detached)
+            self.results[module].append(detached)
         return with_first(result, self._start(first_of(result)))
 
     def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
@@ -228,7 +229,18 @@ class _Run:
 def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # What a mixer returned in the first run; it runs itself where it was not called so often.
     found = next(results, None)
+    if isinstance(found, Exception):
+        raise found
     return forward(*args, **kwargs) if found is None else found
+
+
+def _or_error(results: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What a mixer returns, whose exceptions are kept: a model may catch them.
+    try:
+        return forward(*args, **kwargs)
+    except Exception as error:
+        results.append(error)
+        raise
 
 
 def _hidden(request: Request) -> Hidden | None:

@@ -147,9 +147,7 @@ def _record_once(
         if may_fill(request) and (cuts is not None or substitute is not None):
             modules = copies.root.modules()
             stack.enter_context(watch_modules(modules, before=visits.filled.before))
-        output, found, root_visits = traced(
-            points, request.model, copies, run, visits.enter, visits.leave
-        )
+        output, found, root_visits = traced(points, request.model, copies, run, visits)
         visits.check_embedded()
         calls, other = split_calls(request.model, visits.calls(found, points))
         other = [call for call in other if also is not None and also(call.module)]

@@ -38,6 +38,7 @@ class InnerResults:
     def running(self, module: nn.Module, *, linears: bool) -> Iterator[None]:
         """What a mixer's own forward runs in: without a graph where its ``linears`` are kept."""
         adapter = find_adapter(module)
+        self._linears = self._scans = None  # an earlier call may have ended in an exception
         with ExitStack() as stack:
             if isinstance(adapter, MeasuredAdapter):
                 self._scans = KeptScans(self._room)

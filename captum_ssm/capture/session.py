@@ -5,11 +5,12 @@ Only this file and :mod:`remote` import nnsight, and they do so when a model is 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,12 @@ from captum_ssm.utils.offload import reloaded_in_backward
 if TYPE_CHECKING:
     from nnsight import Envoy
 
+    from captum_ssm.capture.visits import Visits
+
 # Whether the model's current run, in this thread, is a recorded one.
 IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
+# What a call returned that ended in an exception.
+_RAISED = object()
 # What each watched module does in a run, as nnsight runs it: a block of its own.
 _BLOCK = compile("block()", "<captum_ssm>", "exec")
 
@@ -156,8 +161,7 @@ def traced(
     model: Any,
     copies: Copies,
     run: Callable[[], Any],
-    enter: Callable[[nn.Module, Any], Any],
-    put: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
+    visits: Visits,
 ) -> tuple[Any, list[tuple[nn.Module, Any, Any]], list[Any]]:
     """Run a model, with each call of some of its modules looked at and changed.
 
@@ -166,10 +170,8 @@ def traced(
         model (nn.Module or nnsight model): the user's. Edits that nnsight keeps act in the run.
         copies (Copies): of its modules.
         run (Callable): runs the copies.
-        enter (Callable): takes a module and what it was given, ``(args, kwargs)``; returns what it
-            is to be given.
-        put (Callable): takes a module, what it was given and what it returned; returns what is kept
-            of the call, None for nothing, and what the model goes on with.
+        visits (Visits): looks at each call, and changes it. What it raises ends the run, also of a
+            model that catches it.
 
     Returns:
         tuple: what ``run`` returned; what was kept, in the order of the calls, each with the
@@ -178,9 +180,8 @@ def traced(
     load_nnsight()
     from nnsight.intervention.interleaver import Interleaver
 
-    visits: list[tuple[nn.Module, Any, Any]] = []
     root_visits: list[Any] = []
-    interleaver = Interleaver()
+    looks, interleaver = _Looks(visits), Interleaver()
     names, edits = _edits_of(model, copies)
 
     def watch(module: nn.Module, path: str) -> Envoy:
@@ -190,29 +191,74 @@ def traced(
     def look_at_root(envoy: Envoy) -> None:
         root_visits.append(envoy.inputs)
 
-    def look_at(envoy: Envoy) -> None:
-        given = envoy.inputs
-        inputs = enter(envoy._module, given)
-        if inputs is not given:
-            envoy.inputs = inputs
-        found = envoy.output
-        value, passed = put(envoy._module, inputs, found)
-        if passed is not found:
-            envoy.output = passed
-        if value is not None:
-            visits.append((envoy._module, inputs, value))
-
     for module, path in names.items():
         watch(module, path)
-    blocks = [partial(_visiting, watch(copies.root, "root"), look_at_root)]
-    blocks += [partial(_visiting, watch(m, f"of.{path}"), look_at) for m, path in points.items()]
-    interleaver.mediators = [*edits, *map(_mediator, blocks)]
+    watched = {module: watch(module, f"of.{path}") for module, path in points.items()}
+    looking = {m: _mediator(partial(_visiting, e, looks)) for m, e in watched.items()}
+    at_root = _mediator(partial(_visiting, watch(copies.root, "root"), look_at_root))
+    interleaver.mediators = [*edits, at_root, *looking.values()]
+    for module, mediator in looking.items():
+        _tell_of_errors(module, watched[module], mediator)
     with ExitStack() as stack, stack:
         undo(stack, interleaver.cancel)
         with interleaver:
             result = run()
+        if looks.refused:
+            raise looks.refused[0]
         interleaver.check_dangling_mediators()
-    return result, visits, root_visits
+    return result, looks.kept, root_visits
+
+
+@dataclass
+class _Looks:
+    # What was kept of the calls that were looked at, and what looking at them raised.
+    visits: Visits
+    kept: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
+    refused: list[Exception] = field(default_factory=list)
+
+    def __call__(self, envoy: Envoy) -> None:
+        module, given = envoy._module, envoy.inputs
+        with self._noting():
+            inputs = self.visits.enter(module, given)
+        if inputs is not given:
+            envoy.inputs = inputs
+        found = envoy.output
+        if found is _RAISED:
+            self.visits.abandon(module)
+            return
+        with self._noting():
+            value, passed = self.visits.leave(module, inputs, found)
+        if passed is not found:
+            envoy.output = passed
+        if value is not None:
+            self.kept.append((module, inputs, value))
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.refused.append(error)
+            raise
+
+
+def _tell_of_errors(module: nn.Module, envoy: Envoy, mediator: Any) -> None:
+    # A block that waits for what a call returns goes on where the call raises: nnsight would give
+    # it what the next call of the module returns.
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            output = f"{envoy.path}.output"
+            if mediator.alive and mediator.pending.provider == output:
+                mediator.handle(output, _RAISED)
+                envoy.interleaver.reindex()
+            raise
+
+    module.__dict__["forward"] = telling
 
 
 def _visiting(envoy: Envoy, look: Callable[[Envoy], None]) -> None:

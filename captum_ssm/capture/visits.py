@@ -129,6 +129,12 @@ class Visits:
                 self.filled.embedded(first_of(value))
             return visit, replace(call, result=value).own[2]
 
+    def abandon(self, module: nn.Module) -> None:
+        """Forget a call that was entered, and ended in an exception."""
+        self.pasts.pop(module, None)
+        if self.cuts is not None and module in self.mixers:
+            self.cuts.abandon()
+
     def calls(
         self, visits: Sequence[tuple[nn.Module, Any, Any]], paths: Mapping[nn.Module, str]
     ) -> list[MixerCall]:

@@ -91,6 +91,10 @@ class RunCuts:
         self.ports.append(MixerCut(name, self._entries.pop(), Point.of(found)))
         return found
 
+    def abandon(self) -> None:
+        """Forget that a mixer was entered, which then returned nothing."""
+        self._entries.pop()
+
     def begin(self, index: int, values: Tensor, *, embedded: bool) -> Tensor:
         """One of the model's inputs, or its embeddings, as the model is to go on with them."""
         found = self._started(values)
