@@ -100,7 +100,8 @@ def record(
             "what lies between the mixers is hidden from autograd (by detach(), by checkpointing, "
             "or by another library), so that it cannot be checked that every token stays in its "
             "place there; expected a forward_func whose mixers are connected by differentiable "
-            "operations."
+            "operations. torch.utils.checkpoint is switched off during the run; switch off a "
+            "checkpoint of another library, or of your own."
         )
     return recording
 
@@ -204,7 +205,7 @@ def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
 class _GradientsStayOn(TorchFunctionMode):
     # Takes torch.no_grad() for a wish that is not granted.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled:
+        if func is torch._C._set_grad_enabled and not args[0]:
             return None
         return func(*args, **(kwargs or {}))
 
