@@ -198,7 +198,7 @@ def traced(
     at_root = _mediator(partial(_visiting, watch(copies.root, "root"), look_at_root))
     interleaver.mediators = [*edits, at_root, *looking.values()]
     for module, mediator in looking.items():
-        _tell_of_errors(module, watched[module], mediator)
+        _around(module, watched[module], mediator)
     with ExitStack() as stack, stack:
         undo(stack, interleaver.cancel)
         with interleaver:
@@ -242,23 +242,27 @@ class _Looks:
             raise
 
 
-def _tell_of_errors(module: nn.Module, envoy: Envoy, mediator: Any) -> None:
-    # A block that waits for what a call returns goes on where the call raises: nnsight would give
-    # it what the next call of the module returns.
-    forward = module.forward
+def _around(module: nn.Module, envoy: Envoy, mediator: Any) -> None:
+    # Run a module's hook of accelerate before it is looked at, and after: what it is given and
+    # returns is then where its weights are. And a block that waits for what a call returns goes on
+    # where the call raises: nnsight would give it what the next call of the module returns.
+    forward, hook = module.forward, module.__dict__.pop("_hf_hook", None)
 
     @functools.wraps(forward)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def around(*args: Any, **kwargs: Any) -> Any:
+        if hook is not None:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
         try:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
         except Exception:
             output = f"{envoy.path}.output"
             if mediator.alive and mediator.pending.provider == output:
                 mediator.handle(output, _RAISED)
                 envoy.interleaver.reindex()
             raise
+        return result if hook is None else hook.post_forward(module, result)
 
-    module.__dict__["forward"] = telling
+    module.__dict__["forward"] = around
 
 
 def _visiting(envoy: Envoy, look: Callable[[Envoy], None]) -> None:

@@ -25,7 +25,6 @@ from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import channels_of, past_before
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
-from captum_ssm.utils.offload import sent_ahead
 from captum_ssm.utils.progress import Bar
 from captum_ssm.wiring.cuts import RunCuts
 
@@ -84,12 +83,11 @@ class Visits:
 
     def enter(self, module: nn.Module, inputs: Any) -> Any:
         """What a module is to be given, in place of ``inputs``."""
-        if module in self.mixers or module._parameters:  # not a block, whose parts are looked at
-            inputs = sent_ahead(module, inputs)
         if module in self.mixers:
             # Before the mixer writes into its cache.
             call = self._call(module, inputs, None)
             _check_ordinary(call)
+            _check_device(module, call.path, "is given", call.given_tokens())
             self.pasts[module] = past_before(call)
         if self.cuts is None or module not in self.mixers:
             return inputs
@@ -117,6 +115,7 @@ class Visits:
                 _check_ordinary(call)
             call = replace(call, past=self.pasts.pop(module, None))
             if is_mixer:
+                _check_device(module, call.path, "returns", call.output)
                 self.inner.leave(call)
             self.bar.advance(is_mixer)
             visit, value = self._recorded(call, is_mixer)
@@ -239,6 +238,19 @@ def _check_ordinary(call: MixerCall) -> None:
         raise UnsupportedModelError(
             f"{call.path or type(call.module).__name__} is run {how}, where what it computes "
             "cannot be followed; expected a forward_func that calls the model outside of it."
+        )
+
+
+def _check_device(module: nn.Module, path: str, how: str, tokens: Tensor) -> None:
+    # Adapters compute with what a mixer is given and its weights.
+    weights = {p.device for p in module.parameters() if not p.is_meta}
+    if weights and tokens.device not in weights:
+        raise UnsupportedModelError(
+            f"{path} {how} tokens on {tokens.device}, and its weights are on "
+            f"{', '.join(map(str, weights))}: its own forward moves tokens to another device. "
+            "Expected a mixer that is given tokens where its weights are; move them in the forward "
+            "of the module around it, in hooks (register_forward_pre_hook, register_forward_hook), "
+            "or with accelerate's add_hook_to_module."
         )
 
 

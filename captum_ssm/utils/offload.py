@@ -42,31 +42,6 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def sent_ahead(module: nn.Module, inputs: Any) -> Any:
-    """What ``module`` is given, with its numbers on the device that accelerate would send them to.
-
-    A caller that looks at inputs before the module's hook does then has them where the weights are.
-
-    Args:
-        module (nn.Module): with the hook, if it has one.
-        inputs (tuple): ``(args, kwargs)``.
-    """
-    hook: Any = module.__dict__.get("_hf_hook")
-    device = getattr(hook, "execution_device", None)
-    if device is None or hook.io_same_device:  # what it returns would not be sent back
-        return inputs
-    args, kwargs = inputs
-    return _sent(args, device), {name: _sent(value, device) for name, value in kwargs.items()}
-
-
-def _sent(value: Any, device: Any) -> Any:
-    # A cache, which is written to, stays the one that it is.
-    if type(value) is tuple:
-        return tuple(_sent(one, device) for one in value)
-    is_sent = torch.is_tensor(value) and value.is_floating_point()
-    return value.to(device) if is_sent else value
-
-
 @contextmanager
 def reloaded_in_backward(model: nn.Module) -> Iterator[None]:
     """Run a copy of a model such that no graph keeps the weights that accelerate loads for a call.

@@ -6,17 +6,24 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
+from itertools import cycle
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+import wild
 from families import build
 from gpu import assert_same
 from methods import METHODS, assert_close
 from models import ids
 from torch import nn
 
+from captum_ssm import UnsupportedModelError
 from captum_ssm.capture import Request, freeze
+from captum_ssm.mixers import find_mixers
+from captum_ssm.utils.nested import map_tensors, tensors_in
 
 # Families, which of a model's layers is the first one on the CPU, and whether layers send what they
 # return to where it came from.
@@ -42,6 +49,10 @@ def in_a_process(what: str) -> list[str]:
 
 def test_methods_with_layers_on_two_devices():
     assert in_a_process("methods") == [family for family, *_ in CASES]
+
+
+def test_mixers_that_are_sent_to_another_device_and_back():
+    assert in_a_process("mixers") == ["Model", "Stack", "refused"]
 
 
 @pytest.mark.slow
@@ -95,6 +106,81 @@ def check(family: str, *places: Any) -> None:
                 torch.testing.assert_close(again.cpu(), truth.mixer.gated_output())
 
 
+class HandWritten:
+    """A hook in the manner of accelerate's, which sends what a module returns back."""
+
+    def __init__(self) -> None:
+        from other_device import DEVICE
+
+        self.execution_device, self.io_same_device = DEVICE, True
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.input_device = next(tensors_in((args, kwargs))).device
+        return map_tensors(lambda x: x.to(self.execution_device), (args, kwargs))
+
+    def post_forward(self, module: nn.Module, result: Any) -> Any:
+        return map_tensors(lambda x: x.to(self.input_device), result)
+
+
+def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = self._hf_hook.pre_forward(self, *args, **kwargs)
+    return self._hf_hook.post_forward(self, type(self).forward(self, *args, **kwargs))
+
+
+def with_mixers_away(model: nn.Module, mixers: list[nn.Module], *, by_hand: bool) -> nn.Module:
+    """The model on the CPU, with each mixer on the second device, which sends its tokens back."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from other_device import DEVICE
+
+    for mixer in mixers:
+        mixer.to(DEVICE)
+        if by_hand:
+            mixer._hf_hook = HandWritten()  # type: ignore[assignment]
+            mixer.forward = MethodType(hooked, mixer)
+        else:
+            add_hook_to_module(mixer, AlignDevicesHook(DEVICE, io_same_device=True))
+    return model
+
+
+def check_mixers() -> None:
+    """Explanations are those of the model on one device, of known mixers and of measured ones."""
+    from other_device import OtherDevice
+
+    def known() -> tuple[nn.Module, list[nn.Module]]:
+        model = build("mamba")
+        return model, [mixer for _, mixer in find_mixers(model)]
+
+    def unknown() -> tuple[nn.Module, list[nn.Module]]:
+        torch.manual_seed(0)
+        model = wild.Stack(wild.Mixer(), wild.Mixer()).eval()
+        return model, list(model.layers)
+
+    few = METHODS[:2]
+    cases = ((known, METHODS, TOKENS, 5), (unknown, few, wild.tokens(1), (6, 1)))
+    for make, methods, inputs, target in cases:
+        for method, by_hand in zip(methods, cycle((True, False))):
+            with OtherDevice():
+                model = with_mixers_away(*make(), by_hand=by_hand)
+                found = method(model).attribute(inputs, target=target)
+            assert found.device == inputs.device
+            assert_close(found, method(make()[0]).attribute(inputs, target=target))
+        print("Model" if make is known else "Stack", flush=True)
+    with OtherDevice():
+        model = with_mixers_away(*known(), by_hand=True)
+        for _, mixer in find_mixers(model):
+            hook = mixer.__dict__.pop("_hf_hook")
+            mixer.forward = partial(forward_elsewhere, hook, mixer)
+        for method in METHODS:
+            with pytest.raises(UnsupportedModelError, match="its own forward moves tokens"):
+                method(model).attribute(TOKENS, target=5)
+    print("refused", flush=True)
+
+
+def forward_elsewhere(hook: HandWritten, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = hook.pre_forward(mixer, *args, **kwargs)
+    return hook.post_forward(mixer, type(mixer).forward(mixer, *args, **kwargs))
+
+
 def check_call(name: str) -> None:
     """What a call of the library returns is the same for a model on one device."""
     from other_device import OtherDevice
@@ -111,6 +197,9 @@ def main(what: str) -> None:
         for family, *places in CASES:
             check(family, *places)
             print(family, flush=True)
+        return
+    if what == "mixers":
+        check_mixers()
         return
     from test_on_a_gpu import CALLS
 

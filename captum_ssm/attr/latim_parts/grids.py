@@ -267,7 +267,8 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
         if cut.stream is not None and at_stream is not None
     )
     past = graph.relevance_past(stream, direction)
-    score = graph.score.detach().to(frozen.layers[0].call.dtype)
+    first = frozen.layers[0]
+    score = graph.score.detach().to(first.device, first.call.dtype)
     scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
     layers = [scaled[layer.name] for layer in frozen.layers]
     return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)

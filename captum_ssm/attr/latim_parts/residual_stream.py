@@ -226,7 +226,7 @@ def feeding_norm(call: MixerCall, norms: Sequence[MixerCall]) -> MixerCall | Non
     tokens = call.tokens()
     for norm in reversed(norms):
         if norm.output.shape == tokens.shape:
-            x, y = norm.output.to(tokens.dtype), tokens
+            x, y = norm.output.to(tokens), tokens
             keep = (y != 0).any(-1, keepdim=True)
             x = x * keep
             inner = (x * y).sum() ** 2

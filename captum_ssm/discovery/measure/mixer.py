@@ -61,6 +61,11 @@ def freeze_measured(
             rerun = Rerun(call, run_cut(call))
         if used is not None:
             used.update(cut.function for cut in rerun.run.scans)
+        seen = (rerun.run.tokens, rerun.run.output, *(cut.leaf for cut in rerun.run.scans))
+        if len({x.device for x in seen}) > 1:
+            raise rerun.refused(
+                "it, or a hook of it, moves tokens between devices; move them outside of it"
+            )
         try:
             if not rerun.run.scans:
                 raise rerun.refused("none of the functions that it calls proved to be a scan")
