@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from inputs import Series, noise
-from methods import METHODS, assert_close, each_method
+from methods import assert_close, each_method
 from models import made
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as with_hooks
