@@ -27,6 +27,7 @@ from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
 from captum_ssm.capture.target import read_score, with_places
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
+    forget_warned,
     is_settled,
     reaching,
     settle,
@@ -215,6 +216,7 @@ class MambaLRP(TokenAttribution):
         made_of, known = structure([frozen.require_score().grad_fn]), known_of(model)
         is_changed = not is_settled(model, made_of)
         if is_changed and not is_new:
+            forget_warned(model)
             # Its graph is made of something that was not there before.
             rules, frozen = run(wiring=True)
         # Scans that no mixer is known of have to be frozen too.
