@@ -204,9 +204,10 @@ def traced(
 
     for module, path in names.items():
         watch(module, path)
+    # The root may be a mixer itself, and is then reached by the name that it is given last.
+    at_root = _mediator(partial(_visiting, watch(copies.root, "root"), look_at_root))
     watched = {module: watch(module, f"of.{path}") for module, path in points.items()}
     looking = {m: _mediator(partial(_visiting, e, looks)) for m, e in watched.items()}
-    at_root = _mediator(partial(_visiting, watch(copies.root, "root"), look_at_root))
     interleaver.mediators = [*edits, at_root, *looking.values()]
     for module, mediator in looking.items():
         _around(module, watched[module], mediator)
