@@ -8,19 +8,14 @@ among what is explained: the token begins with what was written.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from captum_ssm.capture.request import Request
-from captum_ssm.utils.nested import map_tensors, tensors_in
-
-# Takes which tokens are filled, (B, L), and all tokens, (B, L, E); returns these as the model is to
-# go on with them where they are filled.
-Start = Callable[[Tensor, Tensor], Tensor]
+from captum_ssm.utils.nested import tensors_in
 
 
 def may_fill(request: Request) -> bool:
@@ -35,20 +30,16 @@ def may_fill(request: Request) -> bool:
 
 
 class FilledTokens:
-    """Where a run fills tokens, they begin anew.
+    """Which tokens a run fills.
 
-    The tokens are looked for once, in what the first module is given that reads all of them: those
-    that do not depend on the embeddings of their ids.
-
-    Args:
-        start (Callable): begins them.
+    They are looked for once, in what the first module is given that reads all tokens: those that do
+    not depend on the embeddings of their ids.
 
     Attributes:
         added (int): how many tokens of an example stand beside those of ids, and are made of none.
     """
 
-    def __init__(self, start: Start) -> None:
-        self.start = start
+    def __init__(self) -> None:
         self.added = 0
         self._shape: tuple[int, ...] = ()
         self._embeddings: GradientEdge | None = None
@@ -59,17 +50,20 @@ class FilledTokens:
             # The tensor itself may be written into.
             self._shape, self._embeddings = embeddings.shape, get_gradient_edge(embeddings)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a module is to be given, where that is the tokens."""
+    def among(self, given: Any) -> tuple[Tensor, Tensor] | None:
+        """The tokens ``(B, L, E)`` among what a module is given, and which are filled, ``(B, L)``.
+
+        None where there are none, and after they were found.
+        """
         embeddings = self._embeddings
         if embeddings is None:
             return None
-        for tokens in tensors_in((args, kwargs)):
+        for tokens in tensors_in(given):
             is_filled = self._filled(tokens, embeddings) if self._may_be(tokens) else None
             if is_filled is not None:
                 self._embeddings = None
                 if tokens.shape == self._shape:
-                    return self._begun(tokens, is_filled, (args, kwargs))
+                    return (tokens, is_filled) if bool(is_filled.any()) else None
                 self.added = int(is_filled[0].sum())
         return None
 
@@ -106,11 +100,3 @@ class FilledTokens:
         except RuntimeError:  # a function on the way that is differentiable only once
             return None
         return (along == 0).all(-1)
-
-    def _begun(self, tokens: Tensor, is_filled: Tensor, given: Any) -> Any:
-        if not bool(is_filled.any()):
-            return None
-        with torch.enable_grad():
-            started = self.start(is_filled, tokens.detach())
-            begun = torch.where(is_filled[..., None], started, tokens)
-        return map_tensors(lambda x: begun if x is tokens else x, given)

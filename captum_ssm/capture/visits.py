@@ -54,7 +54,7 @@ class Visits:
         self.embedded: list[Tensor] = []  # the ids that the table was given
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
         self.inner = InnerResults()
-        self.filled = FilledTokens(self._filled)
+        self.filled = FilledTokens()
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in mixers)
@@ -181,7 +181,18 @@ class Visits:
             visit = replace(visit, result=map_tensors(_form, value))
         return visit, value
 
-    def _filled(self, is_filled: Tensor, tokens: Tensor) -> Tensor:
+    def fill(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a module is to be given, where the tokens begin that the model filled."""
+        found = self.filled.among((args, kwargs))
+        if found is None:
+            return None
+        tokens, is_filled = found
+        with torch.enable_grad():
+            started = self._started(tokens.detach(), is_filled)
+            begun = torch.where(is_filled[..., None], started, tokens)
+        return map_tensors(lambda x: begun if x is tokens else x, (args, kwargs))
+
+    def _started(self, tokens: Tensor, is_filled: Tensor) -> Tensor:
         if self.substitute is not None:
             tokens = self.substitute.filled(tokens)
         if self.cuts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import families
@@ -138,6 +139,24 @@ def test_images_beside_the_tokens_are_told(method: type, images: Tensor) -> None
         with torch.no_grad():
             score = model(ids, images)[:, -1, 3]
         assert_close(of_both[0].sum(1) + of_both[1].sum((1, 2)), score, rtol=1e-4, atol=1e-6)
+
+
+def live() -> int:
+    gc.collect()
+    return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fills", [True, False])
+def test_nothing_of_a_run_is_kept(fills: bool, method: type, images: Tensor) -> None:
+    model = WithImages(by_scatter)
+    explain = method(model if fills else model.language).attribute
+    ids, extra = (IDS, images) if fills else (IDS.clamp(min=0), None)
+    for _ in range(2):  # what is known of a model is kept
+        explain(ids, additional_forward_args=extra, **options(method))
+    before = live()
+    explain(ids, additional_forward_args=extra, **options(method))
+    assert live() == before
 
 
 def test_placeholders_that_are_looked_up_are_refused(images: Tensor) -> None:
