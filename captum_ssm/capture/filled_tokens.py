@@ -62,6 +62,7 @@ class FilledTokens:
             is_filled = self._filled(tokens, embeddings) if self._may_be(tokens) else None
             if is_filled is not None:
                 self._embeddings = None
+                is_filled = is_filled & (tokens != 0).any(-1)  # others were erased, as by a mask
                 if tokens.shape == self._shape:
                     return (tokens, is_filled) if bool(is_filled.any()) else None
                 self.added = int(is_filled[0].sum())

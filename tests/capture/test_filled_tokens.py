@@ -141,6 +141,18 @@ def test_images_beside_the_tokens_are_told(method: type, images: Tensor) -> None
         assert_close(of_both[0].sum(1) + of_both[1].sum((1, 2)), score, rtol=1e-4, atol=1e-6)
 
 
+def test_tokens_that_a_mask_erases_are_not_filled() -> None:
+    class Masked(WithImages):
+        def merged(self, input_ids: Tensor, images: Tensor) -> Tensor:
+            return self.get_input_embeddings()(input_ids) * images[..., None]
+
+    is_kept = IDS[:1] >= 0
+    relevance = RawAttention(Masked(by_scatter)).attribute(
+        IDS[:1].clamp(min=0), additional_forward_args=is_kept.float()
+    )
+    assert bool((relevance[~is_kept] == 0).all() and (relevance[is_kept] != 0).any())
+
+
 def live() -> int:
     return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
