@@ -178,7 +178,7 @@ def _whole_numbers(name: str, ids: Tensor) -> Tensor:
 
 def _check_vocabulary(name: str, ids: Tensor, model: Any) -> None:
     size = getattr(input_embeddings(unwrap(model)), "num_embeddings", None)
-    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+    if size is not None and bool(is_placeholder(ids, size).any()):
         raise InputError(
             f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
             f"has ids 0 .. {size - 1}."

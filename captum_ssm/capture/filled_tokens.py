@@ -36,7 +36,7 @@ class FilledTokens:
     not depend on the embeddings of their ids.
 
     Attributes:
-        added (int): how many tokens of an example stand beside those of ids, and are made of none.
+        added (int): how many more tokens than ids an example has, which are made of no id.
     """
 
     def __init__(self) -> None:

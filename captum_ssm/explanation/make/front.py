@@ -196,7 +196,7 @@ def explain(
         Explanation: with one example per text or image.
 
     Raises:
-        ValueError: for a text without a token, or with an image or sound beside it, hidden states
+        ValueError: for a text without a token, or together with an image or sound, hidden states
             in place of scores, a label that the model does not have, words of a target that the
             tokenizer does not know, messages without a chat template, an option that ``generate``
             does not have, a target of several tokens where one is needed, a contrast with the

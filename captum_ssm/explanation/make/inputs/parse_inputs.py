@@ -232,7 +232,7 @@ def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
 
 
 def _check_alone(inputs: Mapping[str, Any]) -> None:
-    # What processors of images and sound return beside the ids, which the model is to read too.
+    # What processors of images and sound return in addition to the ids: the model reads it too.
     others = [n for n, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()]
     if others:
         raise InputError(
