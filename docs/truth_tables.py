@@ -91,7 +91,7 @@ def _table(found: dict[str, Any], track: str) -> str:
     lines = [["method", *(SHOWN[measure] for measure in all_of)]]
     for name in sorted(main, key=lambda name: main[name].rank):
         cells = [
-            f"{own[name].value:.2f} ({own[name].first} to {own[name].last})"
+            f"{own[name].value:.2f} ({own[name].first} to {own[name].last})" if name in own else "-"
             for own in all_of.values()
         ]
         lines.append([name, *cells])

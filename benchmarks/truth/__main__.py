@@ -30,8 +30,9 @@ from . import models
 from .circuits import RANKINGS, scored_circuits
 from .floats import float_tasks
 from .harness import Plan, scored_task
-from .methods import HEURISTICS, METHODS, SLOW, from_file
+from .methods import HEURISTICS, METHODS, SLOW, UsageError, from_file
 from .page import write_page
+from .submitted import forget_edited, report
 from .summary import TRACKS
 from .task import Task
 from .texts import text_tasks
@@ -75,6 +76,7 @@ def about(plan: Plan, name: str) -> dict[str, Any]:
         "seed": plan.seed,
         "plan": vars(plan),
         "heuristics": HEURISTICS,
+        "submitted": {},
         "tasks": [],
         "circuits": [],
     }
@@ -102,23 +104,68 @@ def known(record: dict[str, Any], track: str, task: str) -> dict[str, Any] | Non
 
 
 def merged(record: dict[str, Any], track: str, found: dict[str, Any]) -> None:
-    """Add a task's scores to those of other methods that the record has."""
+    """Add a task's scores to those of other methods that the record has.
+
+    Raises:
+        SystemExit: if they are not of the same examples, and so cannot be compared.
+    """
     old = known(record, track, found["name"])
     if old is None:
         record[track].append(found)
         return
+    for count in ("drawn", "proven", "explained"):
+        if old[count] != found[count]:
+            raise SystemExit(
+                f"{found['name']}: the record has {old[count]} examples {count} and this run "
+                f"{found[count]}; expected the same examples. Pass --anew to measure all methods."
+            )
+    # A machine without the other trainings leaves out a measure, not the record's trainings.
+    if len(old.get("trainings", ())) > len(found.get("trainings", ())):
+        found["trainings"] = old["trainings"]
     for part in ("scores", "refused", "seconds"):
         found[part] = {**old.get(part, {}), **found[part]}
     old.update(found)
 
 
-def measure(args: argparse.Namespace, record: dict[str, Any], plan: Plan, path: Path) -> None:
-    """All that the record lacks, task by task."""
-    tracks = {
-        "tasks": (_chosen(METHODS, args, args.method), scored_task),
-        "circuits": (_chosen(RANKINGS, args, args.ranking), scored_circuits),
-    }
-    for track, (entrants, scored) in tracks.items():
+def begun(args: argparse.Namespace, record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record to add to: the one at the path; for a submitted function also the committed one.
+
+    Raises:
+        SystemExit: if the one at the path was measured by another plan.
+    """
+    places = [path, RESULTS / path.name] if args.method or args.ranking else [path]
+    for place in places:
+        if args.anew or not place.exists():
+            continue
+        old = json.loads(place.read_text())
+        if old["plan"] == record["plan"]:
+            for name, version in record["versions"].items():
+                if old["versions"][name] != version:
+                    print(
+                        f"{place} was measured with {name} {old['versions'][name]}; "
+                        f"this run has {version}.",
+                        file=sys.stderr,
+                    )
+            kept = {track: old[track] for track in TRACKS}
+            return record | kept | {"submitted": old.get("submitted", {})}
+        if place == path:
+            raise SystemExit(
+                f"{path} was measured with {old['plan']} and this run is one with "
+                f"{record['plan']}; pass --anew to replace it, or another --output."
+            )
+    return record
+
+
+def measure(
+    args: argparse.Namespace,
+    record: dict[str, Any],
+    plan: Plan,
+    path: Path,
+    chosen: dict[str, dict[str, Any]],
+) -> None:
+    """All that the record lacks of the chosen entrants of each track, task by task."""
+    for track, scored in (("tasks", scored_task), ("circuits", scored_circuits)):
+        entrants: dict[str, Any] = chosen[track]
         if args.track not in ("both", track):
             continue
         for task in _chosen_tasks(args):
@@ -144,6 +191,12 @@ def _chosen_tasks(args: argparse.Namespace) -> list[Task]:
     names = {task.name for task in found}
     if not args.tasks:
         return [t for t in found if t.name in QUICK_TASKS] if args.quick else found
+    for part in args.tasks:
+        if not any(part in name for name in names):
+            raise UsageError(
+                f"--tasks has {part!r}; expected names, or parts of names, of: "
+                + "; ".join(sorted(names))
+            )
     return [
         task
         for task in found
@@ -154,12 +207,30 @@ def _chosen_tasks(args: argparse.Namespace) -> list[Task]:
 def _chosen(
     entrants: dict[str, Any], args: argparse.Namespace, places: list[str]
 ) -> dict[str, Any]:
-    submitted = dict(map(from_file, places))
+    submitted = _submitted(entrants, places)
+    for part in args.methods:
+        if not any(part in name for name in (*METHODS, *RANKINGS)):
+            raise UsageError(
+                f"--methods has {part!r}; expected names, or parts of names, of: "
+                + "; ".join((*METHODS, *RANKINGS))
+            )
     if args.quick:
         entrants = {name: one for name, one in entrants.items() if name not in SLOW}
     if args.methods:
         entrants = {n: one for n, one in entrants.items() if any(p in n for p in args.methods)}
     return {**entrants, **submitted}
+
+
+def _submitted(entrants: dict[str, Any], places: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for place in places:
+        name, function = from_file(place)
+        if name in entrants or name in found:
+            raise UsageError(
+                f"{place!r} has the name of another entrant; expected a name of its own."
+            )
+        found[name] = function
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,7 +254,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, write the record, and make its page."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    submitted = {"tasks": args.method, "circuits": args.ranking}
+    try:
+        chosen = {
+            "tasks": _chosen(METHODS, args, args.method),
+            "circuits": _chosen(RANKINGS, args, args.ranking),
+        }
+        _chosen_tasks(args)
+    except UsageError as error:
+        options.error(str(error))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -196,18 +277,15 @@ def main(argv: list[str] | None = None) -> None:
                 if not models.is_trained(task.trained_as, seed):
                     models.train(task.trained_as, seed)
     path = args.output / f"{name}.json"
-    record = about(plan, name)
-    if path.exists() and not args.anew:
-        old = json.loads(path.read_text())
-        if old["plan"] != record["plan"]:
-            raise SystemExit(
-                f"{path} was measured with {old['plan']} and this run is one with "
-                f"{record['plan']}; pass --anew to replace it, or another --output."
-            )
-        record |= {track: old[track] for track in TRACKS}
-    measure(args, record, plan, path)
+    record = begun(args, about(plan, name), path)
+    for track, places in submitted.items():
+        forget_edited(record, track, places)
+    measure(args, record, plan, path, chosen)
     save(record, path)
     write_page(record, path.with_suffix(".html"))
+    for track, places in submitted.items():
+        for place in places:
+            print(report(record, track, place.rpartition(":")[2]), end="")
     print(f"{path} and {path.with_suffix('.html').name}", file=sys.stderr)
 
 

@@ -11,6 +11,7 @@ has the shape of the inputs, or ``(B, U)`` by unit. A positive number supports t
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,15 +167,23 @@ HEURISTICS = ("random", "position: later", "same token, brightness")
 SLOW = ("TokenKnockout", "ShapleyValueSampling (Captum)")  # not part of the quick run
 
 
+class UsageError(ValueError):
+    """A command line that names what there is not."""
+
+
 def from_file(place: str) -> tuple[str, Any]:
     """A function of a file, ``path/to/file.py:function``, with its name.
 
+    An error of the function is printed with its traceback, of which a record keeps the last line.
+
     Raises:
-        ValueError: for a place without a file or without such a function in it.
+        UsageError: for a place without a file or without such a function in it.
     """
     path, _, name = place.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise ValueError(f"--method is {place!r}; expected path/to/file.py:function.")
+    if not path:
+        raise UsageError(f"the function is {place!r}; expected path/to/file.py:function.")
+    if not Path(path).is_file():
+        raise UsageError(f"{place!r}: there is no file {path}; expected path/to/file.py:function.")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -182,8 +191,16 @@ def from_file(place: str) -> tuple[str, Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{path} has no function {name!r}; expected one of its functions.")
-    return name, function
+        raise UsageError(f"{path} has no function {name!r}; expected one of its functions.")
+
+    def told(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception:
+            traceback.print_exc()
+            raise
+
+    return name, told
 
 
 def relevance_of(
@@ -192,9 +209,13 @@ def relevance_of(
     """Relevance by unit ``(B, U)``, of finite numbers.
 
     Raises:
+        TypeError: for relevance that is not a tensor.
         ValueError: for relevance of another shape, or that is not finite.
     """
-    found = method(model, inputs.clone(), target.clone()).detach()
+    found = method(model, inputs.clone(), target.clone())
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the method returned {type(found).__name__}; expected a tensor.")
+    found = found.detach()
     units = int(task.units_of(inputs).max()) + 1
     if found.shape == (len(inputs), units):
         by_unit = found.double()

@@ -68,15 +68,15 @@ def standings(
         resamples, seed (int, optional): of the bootstrap.
 
     Returns:
-        dict: by method; those that a task knows nothing of, neither scores nor a refusal, are not
-        in it.
+        dict: by method; those that a task knows nothing of, neither scores by this measure nor a
+        refusal, are not in it.
     """
     chance, measures = TRACKS[track]
     rows = [row for row in record[track] if measure in row["scores"].get(chance, {})]
     methods = [
         name
         for name in entrants(record, track)
-        if all(name in row["scores"] or name in row["refused"] for row in rows)
+        if all(name in row["refused"] or measure in row["scores"].get(name, {}) for row in rows)
     ]
     if not rows:
         return {}

@@ -179,7 +179,10 @@ def test_every_task_has_examples_with_a_proof(task):
 def test_a_method_is_added_as_the_readme_says(tmp_path, monkeypatch, capsys):
     readme = (HERE / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n# mine\.py\n(.*?)```", readme, re.DOTALL)
-    (command,) = re.findall(r"^python -m benchmarks\.truth (.*mine\.py:\w+)$", readme, re.MULTILINE)
+    commands = re.findall(r"^python -m benchmarks\.truth (.*mine\.py:\w+)$", readme, re.MULTILINE)
+    trial, command = commands
+    assert trial.startswith("--quick --tasks ")
+    assert trial.endswith(command.removeprefix("--quick "))
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(code, encoding="utf-8")
     tried = ["--tasks", "stories-mamba, animal", "series-classifier", "--methods", "random"]
