@@ -68,15 +68,20 @@ def standings(
         resamples, seed (int, optional): of the bootstrap.
 
     Returns:
-        dict: by method; those that a task knows nothing of, neither scores by this measure nor a
-        refusal, are not in it.
+        dict: by method; it lacks a method for which a task has neither a refusal nor scores by this
+        measure on as many examples as the random map's.
     """
     chance, measures = TRACKS[track]
     rows = [row for row in record[track] if measure in row["scores"].get(chance, {})]
     methods = [
         name
         for name in entrants(record, track)
-        if all(name in row["refused"] or measure in row["scores"].get(name, {}) for row in rows)
+        if all(
+            name in row["refused"]
+            or len(row["scores"].get(name, {}).get(measure, ()))
+            == len(row["scores"][chance][measure])
+            for row in rows
+        )
     ]
     if not rows:
         return {}

@@ -84,7 +84,11 @@ def row_of(**scores) -> dict:
 
 def test_a_method_without_other_trainings_has_no_rank_by_seeds_alone():
     both = {"hit": [0, 1, 1], "seeds": [1, 1, 0]}
-    record = {"tasks": [row_of(random=both, mine={"hit": [1, 1, 1]}, last=both)]}
+    record = {
+        "tasks": [
+            row_of(random=both, mine={"hit": [1, 1, 1]}, few=both | {"seeds": [1]}, last=both)
+        ]
+    }
     record["tasks"][0]["trainings"] = [0, 1]
     assert set(summary.standings(record, "seeds")) == {"random", "last"}
     assert summary.standings(record, "hit")["mine"].rank == 1
