@@ -1,4 +1,10 @@
-"""The attribution methods, one a file."""
+"""The attribution methods, one per file.
+
+``base`` is what they share, ``options`` what their ``attribute`` takes. Methods of maps are made of
+``maps``, LaTIM of ``latim_parts``, the relevance flow of ``flow``. MambaLRP passes ``relevance``
+with ``relevance_stand_ins`` and ``norms`` in the place of modules, in ``segments`` of a long text.
+``to_inputs`` gives tokens' relevance the shape of the inputs.
+"""
 
 from captum_ssm.attr.base import TokenAttribution, methods
 from captum_ssm.attr.flow.components import Components

@@ -3,17 +3,19 @@
 The model runs under nnsight on copies of its modules that are thrown away, so that nothing has to
 be put back. A call goes through these files:
 
-- ``model`` and ``check_inputs`` say what counts as a model and an input; ``request`` has both;
+- ``model`` and ``check_inputs`` say what counts as a model and an input, and ``arguments`` which
+  arguments a model does not read; ``request`` has all of it;
   ``readout`` makes a model that ends at directions of one module's output;
 - ``unknown_mixers`` searches for mixers that no adapter is registered for;
 - ``session`` opens nnsight on the copies; ``record`` runs the model there; ``visits`` follows its
   mixers, and ``substitute`` puts frozen ones in their place where a gradient is asked for;
-  ``embedded_ids`` and ``reuse`` keep what the run computed anyway;
+  ``embedded_ids`` and ``reuse`` keep what the run computed anyway, and ``filled_tokens`` finds the
+  tokens of images and sound;
 - ``recording`` is what the run left, ``remote`` makes the same of a run on a server;
-- ``target`` reads the query token and the score of a target;
-- ``check`` recomputes each frozen mixer, ``finite`` looks at its numbers, ``wider_dtype`` runs it
-  once more where rounding leaves a doubt, ``honesty`` and ``randomness`` test whether one run can
-  be trusted at all;
+- ``target`` reads the query tokens and the score of a target, ``span_target`` those of an answer;
+- ``check`` recomputes each frozen mixer, to the ``tolerances`` of its dtype, ``finite`` looks at
+  its numbers, ``wider_dtype`` runs it once more where rounding leaves a doubt, ``honesty`` (by
+  ``promise``) and ``randomness`` test whether one run can be trusted at all;
 - ``frozen_model`` is the result, and ``freezing`` makes it of a request.
 """
 

@@ -1,6 +1,7 @@
 """The recurrences that every method computes, as operations of ``torch.ops.captum_ssm``.
 
-:mod:`captum_ssm.kernels.diagonal` has those of a diagonal recurrence,
+:mod:`captum_ssm.kernels.diagonal` has those of a diagonal recurrence (its channel mean is in
+:mod:`captum_ssm.kernels.channel_mean`),
 :mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
 :mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors,
 :mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads,

@@ -1,4 +1,11 @@
-"""Adapters: one small file per architecture family, from a recorded call to a frozen mixer."""
+"""From a recorded call of a mixer to a frozen mixer, by an adapter.
+
+``families`` has the adapters, one file per architecture family; ``parts`` is what they share:
+padding, convolutions, norms. An adapter is found in the ``registry``, is given a ``call`` and
+returns a ``frozen_mixer``. ``reordered`` puts a mixer's tokens into the model's order,
+``components`` are the parts that a map can include, ``past`` is what a mixer keeps of earlier
+tokens, and ``memory`` its state. ``linear_layers`` reads layers that others quantized or wrapped.
+"""
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.components import COMPONENTS, FORMULATIONS, check_components

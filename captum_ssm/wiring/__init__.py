@@ -19,8 +19,8 @@ token in the same position, one other token, or token weights. Together they are
 - A *leak* is what moves between tokens with no mixer in between. It has to be nothing, or known.
 
 The files, in the order to read them: ``cuts`` (a run, cut), ``mixer_graph`` (its pieces),
-``token_order``, ``token_map`` (the one decision), ``residual_streams``, ``skips`` and ``rejoined``
-(around mixers), ``output`` and ``ledger`` (what the score reads), ``mixing_test`` (leaks),
-``inputs`` (from tokens to the entries of an input), ``grids``, ``wiring`` (the result), and
-``measure``, which does all of it in order.
+``token_order``, ``token_map`` (the one decision), ``residual_streams``, ``joined_streams``,
+``skips`` and ``rejoined`` (around mixers), ``output`` and ``ledger`` (what the score reads),
+``mixing_test`` (leaks), ``inputs`` (from tokens to the entries of an input), ``grids``, ``wiring``
+(the result), and ``measure``, which does all of it in order.
 """
