@@ -102,3 +102,14 @@ def test_scripts_of_the_page_share_no_name():
     )
     assert [name for name, count in names.items() if count > 1] == []
     assert len(names) > 100
+
+
+def test_the_map_of_the_code_names_only_what_exists():
+    root = ROOT.parent
+    page = (root / "docs/development/architecture.md").read_text(encoding="utf-8")
+    inside = {p.relative_to(root).as_posix() for d in (ROOT, root / "csrc") for p in d.rglob("*")}
+    form = r"(?:\w+/)+(?:\w+\.\w+)?|\b\w+\.(?:py|js|css|cpp|h)\b"
+    named = {name.rstrip("/") for name in re.findall(form, re.sub(r"\]\(.*?\)", "]", page))}
+    assert len(named) > 60
+    lost = [name for name in named if not any(f"/{p}".endswith(f"/{name}") for p in inside)]
+    assert set(lost) <= {"captum_ssm", "csrc"}, f"the page names what is not there: {lost}"
