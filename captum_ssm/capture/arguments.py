@@ -39,7 +39,7 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
     if not unknown or not takes_any:
         return  # Python itself raises for a name that is not taken
     # What is padding is read by the library itself, also where the model does not.
-    known = {name for part in model.modules() for name in _read_by(part)} | {MASK}
+    known = names_read(model) | {MASK}
     for name in unknown:
         if name in known:
             continue
@@ -50,6 +50,11 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
         warnings.warn(
             f"{told}, so {type(model).__name__} most likely ignores it.", UserWarning, stacklevel=2
         )
+
+
+def names_read(model: nn.Module) -> set[str]:
+    """The names of the arguments that a model, or a module in it, reads."""
+    return {name for part in model.modules() for name in _read_by(part)}
 
 
 def _read_by(module: nn.Module) -> Iterator[str]:

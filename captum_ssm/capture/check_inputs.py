@@ -245,7 +245,9 @@ def extra_arguments(
     else:
         positional = format_additional_forward_args(extra) or ()
     for value in (*positional, *named.values()):
+        # Other integers, such as the sizes of several images, have a first axis of their own.
         is_mask = torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()
+        is_mask = is_mask and value.shape[1] == inputs.shape[1]
         if is_mask and value.shape[0] not in (1, inputs.shape[0]):
             raise InputError(
                 f"inputs has a batch of {inputs.shape[0]}, but additional_forward_args holds "

@@ -37,7 +37,7 @@ def show(explanation: Explanation, units: str = "token") -> None:
                         _print_patches(row, example.grid)
                         continue
                     parts = _Parts(row, example, units, output)
-                    if colored:
+                    if colored and not example.pictures:
                         console.print(_in_color(parts))
                     else:
                         _print_table(parts)

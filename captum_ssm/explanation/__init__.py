@@ -19,6 +19,7 @@ from captum_ssm.explanation.parts import (
     Token,
     Validation,
 )
+from captum_ssm.explanation.pictures import Picture
 from captum_ssm.explanation.replayed import Replay, TokenDifference
 from captum_ssm.explanation.summary import Mean, Summary
 
@@ -34,6 +35,7 @@ __all__ = [
     "Mean",
     "Method",
     "Output",
+    "Picture",
     "Replay",
     "Report",
     "ReportExample",

@@ -69,7 +69,10 @@ def _of_both(first: E, second: E, **changes: Any) -> E:
 def _example(a: Example, b: Example) -> Example:
     texts = [[token.text for token in one.tokens] for one in (a, b)]
     inputs = [
-        [held if held is None else held.tobytes() for held in (one.image, one.series)]
+        [
+            held if held is None else held.tobytes()
+            for held in (one.image, one.series, *(each.image for each in one.pictures))
+        ]
         for one in (a, b)
     ]
     if texts[0] != texts[1] or inputs[0] != inputs[1]:

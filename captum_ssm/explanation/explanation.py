@@ -91,7 +91,8 @@ class Explanation(ExplanationData):
             kind = "a series" if example.series.ndim == 2 else "a row"
             return f"{kind} of " + " x ".join(map(str, example.series.shape))
         count = len(example.outputs)
-        return f"{len(example.tokens)} tokens, {count} output{'s' * (count > 1)}"
+        pictures = "".join(f", {picture.name}" for picture in example.pictures)
+        return f"{len(example.tokens)} tokens{pictures}, {count} output{'s' * (count > 1)}"
 
     def __len__(self) -> int:
         return len(self.examples)

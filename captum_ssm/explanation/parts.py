@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from captum_ssm.explanation.pictures import Picture
 from captum_ssm.explanation.replayed import Replay
 
 # What an output is: what follows a token, or of the whole input; the label of the token itself;
@@ -303,6 +304,8 @@ class Example:
             as ``"answer"``. Default: ``()``
         reasoning (tuple, optional): the tokens ``(first, end)`` of the continuation,
             ``first .. end - 1``, in which the model thinks before it answers. Default: None
+        pictures (tuple of Picture, optional): which tokens of a text are images or sound, and where
+            in the images they lie. Default: ``()``
         replay (Replay, optional): of a record of a served model how far its log probabilities are
             from those here. Default: None
 
@@ -329,6 +332,7 @@ class Example:
     circuits: tuple[Mapping[str, Any], ...] = ()
     reasoning: tuple[int, int] | None = None
     replay: Replay | None = None
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def text(self) -> str:

@@ -164,6 +164,7 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
         fits = [0 < a <= b for a, b in zip(found.grid, most, strict=False)]
         is_right = all(fits) and len(found.grid) == len(most)
         _require(is_right, f"{place}.grid", found.grid, "rows and columns of an image's patches")
+    _check_pictures(found, L, place)
     if found.validation is not None:
         check = found.validation
         shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}
@@ -175,6 +176,22 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
             sides = {L} if L else set(values.shape[:1]) - {0}
             is_square = values.ndim == 2 and set(values.shape) == sides
             _require(is_square, f"{place}.maps.{layer}", values.shape, f"({L or 'L'}, {L or 'L'})")
+
+
+def _check_pictures(found: Example, L: int, place: str) -> None:
+    held: set[int] = set()
+    for k, picture in enumerate(found.pictures):
+        tokens, where = picture.tokens, f"{place}.pictures[{k}]"
+        is_own = len(tokens) == len(set(tokens)) and held.isdisjoint(tokens)
+        is_right = bool(tokens) and is_own and min(tokens) >= 0 and max(tokens) < L
+        _require(is_right, f"{where}.tokens", tokens, f"tokens 0 .. {L - 1}, each of one picture")
+        held |= {*tokens}
+        grid = picture.grid
+        is_whole = grid is None or (min(grid) > 0 and math.prod(grid) == len(tokens))
+        _require(is_whole, f"{where}.grid", grid, f"None, or rows and columns of {len(tokens)}")
+        if picture.image is not None:
+            kind = picture.image.dtype, picture.image.ndim
+            _require(kind == (np.uint8, 3), f"{where}.image", kind, "bytes (H, W, 3)")
 
 
 def _check_output(output: Output, rows: int, L: int, place: str) -> None:

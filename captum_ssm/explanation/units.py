@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from captum_ssm.explanation.parts import Example, Span, Token
+from captum_ssm.explanation.pictures import TEXT, Picture, owners, picture_names, stretches
 
 _WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL)
@@ -122,6 +123,25 @@ def within(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
+def with_pictures(
+    units: Mapping[str, tuple[Span, ...]], pictures: Sequence[Picture], L: int
+) -> dict[str, tuple[Span, ...]]:
+    """Units that end where images do, and ``"modality"``: what is text, and what each image.
+
+    The tokens of an image are one unit, except among words, where each stays by itself.
+    """
+    parts = tuple(Span(*one) for one in stretches(pictures, L))
+    of_pictures = [part for part in parts if part.name != TEXT]
+    held = {k for part in of_pictures for k in range(part.first, part.end)}
+    found = {}
+    for unit, spans in units.items():
+        divided = within(spans, parts)
+        if unit != "word":
+            divided = (*(span for span in divided if span.first not in held), *of_pictures)
+        found[unit] = tuple(sorted(divided, key=lambda span: span.first))
+    return {**found, "modality": parts}
+
+
 def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:
     """The spans of an example's units; None for its tokens.
 
@@ -146,9 +166,14 @@ def bounds_of(example: Example, units: str) -> list[tuple[int, int]]:
 
 
 def texts_of(example: Example, units: str) -> list[str]:
-    """The text of each unit."""
-    bounds = bounds_of(example, units)
-    return ["".join(token.text for token in example.tokens[a:b]) for a, b in bounds]
+    """The text of each unit; of an image its name, and of one of its tokens the place."""
+    pictures = example.pictures
+    owner = owners(pictures, len(example.tokens))
+    texts = picture_names(pictures, [token.text for token in example.tokens])
+    return [
+        "".join(texts[a:b]) if (k := owner[a]) is None or b - a == 1 else pictures[k].name
+        for a, b in bounds_of(example, units)
+    ]
 
 
 def summed(relevance: np.ndarray, spans: Sequence[Span] | None) -> np.ndarray:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from models import without_biases
+from multimodal import MULTIMODAL, multimodal
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -186,95 +187,11 @@ def test_placeholders_that_are_looked_up_are_refused(images: Tensor) -> None:
         RawAttention(LooksUp(by_scatter)).attribute(IDS, additional_forward_args=images)
 
 
-def qwen() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Qwen3.5 with an image of 4 by 4 patches, of which four make a token."""
-    _, text = families.SPECS["qwen3_5"]
-    vision = families.VISION | dict(patch_size=4, num_position_embeddings=16)
-    config = transformers.Qwen3_5Config(
-        text_config=families.SHARED | text, vision_config=vision, image_token_id=30
-    )
-    ids = torch.tensor([[1, 2, 30, 30, 30, 30, 4, 5]])
-    return transformers.Qwen3_5ForConditionalGeneration(config), {
-        "input_ids": ids,
-        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (ids == 30).long(),
-    }
-
-
-def lfm2() -> tuple[nn.Module, dict[str, Tensor]]:
-    """LFM2-VL with an image of 4 by 4 patches."""
-    _, text = families.SPECS["lfm2"]
-    vision = dict(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_patches=16,
-        patch_size=4,
-    )
-    config = transformers.Lfm2VlConfig(
-        text_config=families.SHARED | text | {"model_type": "lfm2"},
-        vision_config=vision | {"model_type": "siglip2_vision_model"},
-        image_token_id=30,
-        downsample_factor=2,
-        projector_hidden_size=16,
-    )
-    return transformers.Lfm2VlForConditionalGeneration(config), {
-        "input_ids": torch.tensor([[1, 2, 30, 30, 30, 30, 4, 5]]),
-        "pixel_values": torch.randn(1, 16, 3 * 4 * 4),
-        "spatial_shapes": torch.tensor([[4, 4]]),
-        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
-    }
-
-
-def nemotron() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Nemotron's transcriber, whose placeholders of sound are not in the vocabulary."""
-    text = families.build("nemotron_h").config
-    heard = dict(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_mel_bins=16,
-    )
-    speakers = dict(hidden_size=8, audio_hidden_size=16)
-    config = transformers.Nemotron3_5TranscribeConfig(
-        audio_config=dict(
-            asr_config=heard,
-            diarization_config=dict(audio_config=dict(heard), head_config=speakers),
-        ),
-        text_config=text,
-        audio_token_id=text.vocab_size,
-        word_timestamp_config=dict(
-            hidden_size=16,
-            intermediate_size=16,
-            num_attention_heads=2,
-            vocab_size=20,
-            blank_token_id=19,
-        ),
-    )
-    return transformers.Nemotron3_5TranscribeForConditionalGeneration(config), {
-        "input_ids": torch.tensor([[1, 2, *[text.vocab_size] * 4, 3, 4]]),
-        "input_features": torch.randn(1, 32, 16),
-        "input_features_mask": torch.ones(1, 32, dtype=torch.long),
-    }
-
-
-MODELS = {
-    "Qwen3_5ForConditionalGeneration": qwen,
-    "Lfm2VlForConditionalGeneration": lfm2,
-    "Nemotron3_5TranscribeForConditionalGeneration": nemotron,
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MULTIMODAL)
 def test_models_of_images_and_sound(name: str) -> None:
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    model = without_biases(families.randomize(model, 0)).eval()
+    model, inputs = multimodal(name)
     with torch.no_grad():
         score = model(**inputs).logits[:, -1, 3]
     relevance, delta = MambaLRP(model).attribute(inputs, target=3, return_convergence_delta=True)

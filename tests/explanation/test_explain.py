@@ -430,10 +430,10 @@ BAD = {
     "no target": (dict(target=""), InputError, "target is '', which holds no token"),
     "no input": (dict(inputs=None), TypeError, "no input was given; expected a text"),
     "two inputs": (dict(input_ids=READ), TypeError, "more than one input was given"),
-    "an image beside a text": (
+    "an image for a model of text": (
         dict(inputs={"input_ids": READ, "pixel_values": torch.zeros(1, 3, 4, 4)}),
         InputError,
-        r"inputs holds pixel_values beside input_ids; .* MambaLRP\(model\).attribute",
+        "inputs holds pixel_values, which no module of .* takes; expected .* own processor",
     ),
     "no method": (dict(methods=[]), ValueError, "methods is empty"),
     "a method": (dict(methods="magic"), ValueError, "methods holds 'magic'; expected .* latim"),

@@ -27,6 +27,9 @@ def _suggesting(function: Any) -> Any:
             if name not in known:
                 near = closest(name, [*known, *ELSEWHERE])
                 meant = f" Did you mean {ELSEWHERE.get(near, f'{near}=')}?" if near else ""
+                if not near and "input_ids" in named:
+                    meant = " What a processor returns is one argument: explain(model, processor, "
+                    meant += "processor(text=..., images=..., return_tensors='pt'))."
                 raise TypeError(
                     f"explain has no option {name!r}.{meant} Options of a method go into a dict: "
                     "methods={'latim': {'aggregation': 'l2'}}."
@@ -92,18 +95,20 @@ def explain(
             ``(B, L, V)``; a classifier of texts or images, ``(B, classes)``, or of tokens,
             ``(B, L, labels)``; a model that finds answers in a text, with ``start_logits`` and
             ``end_logits``; or a pipeline of transformers, in place of a model and its tokenizer.
-        tokenizer (TokenizerLike, optional): of the language model. Without it, ids are their own
+        tokenizer (TokenizerLike or Processor, optional): of the language model; for a text with
+            images the model's processor, which holds a tokenizer. Without it, ids are their own
             texts, and the inputs may stand here. Default: None
         inputs (str, list of str, Tensor, dict or image): a text or several, also an array or a
             pandas ``Series`` of them; two texts that go together, ``{"text": ..., "text_pair":
             ...}`` or ``{"question": ..., "context": ...}``; token ids ``(L,)`` or ``(B, L)``; a
             tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose padding is not
-            explained; a series ``(T, F)`` or ``(B, T, F)``, or a pandas table with one row per step
-            and one column per feature; a row of a table ``(F,)`` or several ``(B, F)``; an image, a
-            path, or a video ``(C, T, H, W)``; or a list of these. Floats ``(C, H, W)`` or
-            ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
-            bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
-            all but tensors of floats are as that takes them. Default: None
+            explained; a text with images, ``{"text": ..., "images": ...}`` as the model's processor
+            takes it, or what that returned; a series ``(T, F)`` or ``(B, T, F)``, or a pandas table
+            with one row per step and one column per feature; a row of a table ``(F,)`` or several
+            ``(B, F)``; an image, a path, or a video ``(C, T, H, W)``; or a list of these. Floats
+            ``(C, H, W)`` or ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file
+            and an array of bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With
+            ``processor`` all but tensors of floats are as that takes them. Default: None
         messages (list of dict, or list of lists, optional): a conversation in place of ``inputs``,
             ``[{"role": "user", "content": "..."}]``, or several. The tokenizer's chat template
             renders it. The answer is what the assistant's last message says, else ``target``,
@@ -196,7 +201,8 @@ def explain(
         Explanation: with one example per text or image.
 
     Raises:
-        ValueError: for a text without a token, or together with an image or sound, hidden states
+        ValueError: for a text without a token, images or sound that the model or the processor
+            does not take with a text, hidden states
             in place of scores, a label that the model does not have, words of a target that the
             tokenizer does not know, messages without a chat template, an option that ``generate``
             does not have, a target of several tokens where one is needed, a contrast with the

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.model import extract_logits, parameter_names
+from captum_ssm.capture.model import parameter_names
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.inputs.media import refusals_explained
 from captum_ssm.explanation.make.inputs.reading import read_ids
 from captum_ssm.explanation.make.questions.texts import TextQuestion
+from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.random_state import random_state_kept
@@ -46,11 +48,13 @@ class Generation:
         """
         device = next(model.parameters()).device
         ids = torch.tensor([question.prompt.ids], device=device)
-        with torch.no_grad(), random_state_kept(), _settings_kept(model):
+        media, run = question.prompt.media, question.run
+        told = refusals_explained(model, media, ids)
+        with torch.no_grad(), random_state_kept(), _settings_kept(model), told:
             if callable(getattr(model, "generate", None)):
-                whole = self._generated(model, ids)
+                whole = self._generated(model, ids, {} if media is None else media.on(ids))
             else:
-                whole = self._likeliest(model, ids, question.tokenizer)
+                whole = self._likeliest(run, ids, question.tokenizer)
         P = ids.shape[1]
         if whole.shape[-1] <= P or not torch.equal(whole[:P], ids[0]):
             raise InputError(
@@ -61,7 +65,7 @@ class Generation:
         answer = read_ids(question.tokenizer, whole[P:].tolist(), "the answer")
         return replace(question, target=answer)
 
-    def _generated(self, model: nn.Module, ids: Tensor) -> Tensor:
+    def _generated(self, model: nn.Module, ids: Tensor, media: Mapping[str, Any]) -> Tensor:
         names = inspect.signature(model.generate).parameters  # type: ignore[arg-type]
         known, takes_any = {*names}, _takes_any(names)
         defaults: dict[str, Any] = {}
@@ -76,22 +80,22 @@ class Generation:
             defaults["max_length"] = ids.shape[1] + self.length  # as in mamba_ssm
         elif self.length is not None:
             defaults["max_new_tokens"] = self.length
-        returned: Any = model.generate(ids, **defaults | self.options)  # type: ignore[operator]
+        options = {**defaults, **media, **self.options}
+        returned: Any = model.generate(ids, **options)  # type: ignore[operator]
         sequences = returned if torch.is_tensor(returned) else returned.sequences
         return sequences.reshape(-1, sequences.shape[-1])[0].to(ids.device)
 
-    def _likeliest(self, model: nn.Module, ids: Tensor, tokenizer: Any) -> Tensor:
+    def _likeliest(self, run: Run, ids: Tensor, tokenizer: Any) -> Tensor:
         _require_known(self.options, {"eos_token_id"}, False)
         if self.length is None:
             raise InputError(
-                f"generation is given without max_new_tokens, and {type(model).__name__} has no "
-                "generate that knows where to end; expected max_new_tokens."
+                f"generation is given without max_new_tokens, and {type(run.module).__name__} has "
+                "no generate that knows where to end; expected max_new_tokens."
             )
         ends = self.options.get("eos_token_id", getattr(tokenizer, "eos_token_id", None))
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
-        named = {"use_cache": False} if "use_cache" in parameter_names(model) else {}
         for _ in range(self.length):
-            logits = extract_logits(model(ids, **named))
+            logits = run(ids)
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
             if int(ids[0, -1]) in ends:
                 break

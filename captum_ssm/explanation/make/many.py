@@ -21,6 +21,7 @@ from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.generate import Generation, parse_generation
 from captum_ssm.explanation.make.inputs.arrays import Known, given
+from captum_ssm.explanation.make.inputs.media import encoded
 from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
@@ -122,7 +123,11 @@ class Explainer:
         self.max_new_tokens, self.generation = max_new_tokens, generation
         self.units, self.reasoning, self.show_progress = units, reasoning, show_progress
         self.asked = TextSetup(
-            tokenizer, position, parse_spans(units), AskedAnswer.of(span, hops, reasoning, through)
+            tokenizer,
+            position,
+            parse_spans(units),
+            AskedAnswer.of(span, hops, reasoning, through),
+            processor=processor,
         )
         self._task: Task | None = None
         self._known: Known = {}
@@ -149,6 +154,7 @@ class Explainer:
         messages = find_messages(messages, inputs, tensors, units)
         texts, array = None, None
         if messages is None:
+            inputs = encoded(inputs, self._processor(asked.tokenizer))
             tokenizer, texts, array = parse_inputs(asked.tokenizer, inputs, tensors)
             asked = replace(asked, tokenizer=tokenizer)
         if self.features is not None and (messages is not None or texts is not None):
@@ -190,11 +196,15 @@ class Explainer:
             self._task = task_of(self.setup.model, text, tokenizer, self.labels, is_one)
         return self._task
 
+    def _processor(self, tokenizer: Any) -> Any:
+        # It may stand in the tokenizer's place.
+        own = None if is_tokenizer(tokenizer) else tokenizer
+        return own if self.processor is None else self.processor
+
     def _about_arrays(
         self, arrays: Any, tokenizer: Any, target: Any, against: Any
     ) -> Sequence[Answerable]:
-        own = None if is_tokenizer(tokenizer) else tokenizer
-        processor = own if self.processor is None else self.processor
+        processor = self._processor(tokenizer)
         found = given(self.setup.model, arrays, processor, self.mean, self.std, self._known)
         found = found.named(self.features)
         if found.note:

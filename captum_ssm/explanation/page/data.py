@@ -25,6 +25,7 @@ from captum_ssm.explanation.parts import (
     Token,
     Validation,
 )
+from captum_ssm.explanation.pictures import Picture, picture_names
 from captum_ssm.explanation.units import says_nothing
 
 FORMAT = "captum_ssm.page/1"
@@ -86,7 +87,8 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
     whole = whole_of(example, is_written)
     units = {unit: divided(spans, whole) for unit, spans in example.units.items()}
     return data | {
-        "tokens": [token.text for token in example.tokens],
+        "tokens": picture_names(example.pictures, [token.text for token in example.tokens]),
+        **({"pictures": [_picture(one) for one in example.pictures]} if example.pictures else {}),
         "unknown": [[k, one.read_as] for k, one in enumerate(example.tokens) if one.read_as],
         "special": [k for k, token in enumerate(example.tokens) if _special(token)],
         "prompt": example.prompt,
@@ -176,16 +178,32 @@ def _image(
     height, width = next(iter(kept.values())).shape[-2:] if kept else image.shape[-3:-1]
     step = -(-max(image.shape[-3:-1]) // (2 * most))
     pixels = np.ascontiguousarray(image[..., ::step, ::step, :], dtype=np.uint8)
-    *_, down, across, _ = pixels.shape
     return {
         "size": [frames * height, width],
         "frames": frames,
         "grid": None if not grid else [1, *grid] if len(grid) == 2 else list(grid),
-        "image": {
-            "size": [frames * down, across],
-            "data": _text(pixels.tobytes()),
-        },
+        "image": _pixels(pixels),
         "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in kept.items()},
+    }
+
+
+def _pixels(pixels: np.ndarray) -> dict[str, Any]:
+    # (..., H, W, 3) bytes, frames one below the other.
+    *frames, down, across, _ = pixels.shape
+    return {"size": [math.prod(frames) * down, across], "data": _text(pixels.tobytes())}
+
+
+def _picture(picture: Picture) -> dict[str, Any]:
+    image = picture.image
+    if image is not None:
+        step = -(-max(image.shape[:2]) // (2 * MOST_CELLS))
+        image = np.ascontiguousarray(image[::step, ::step])
+    return {
+        "name": picture.name,
+        "tokens": list(picture.tokens),
+        "grid": None if picture.grid is None else list(picture.grid),
+        "image": None if image is None else _pixels(image),
+        "note": picture.note,
     }
 
 

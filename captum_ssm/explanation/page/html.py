@@ -32,7 +32,7 @@ MODULES = (
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
     *OF_CIRCUITS,
     *OF_ANSWERS,
-    *("turns", "text", "image", "series", "panels", "reading"),
+    *("turns", "image", "inset", "text", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
 

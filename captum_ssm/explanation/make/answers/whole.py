@@ -204,8 +204,12 @@ class WholeAnswer:
         hops = self.asked.hops or 0
         span = self.part[0] - P, self.part[1] - P - 1
         method = getattr(source, "method", None)
-        if isinstance(method, TokenAttribution) and (
-            single is None or method.is_additive(**source.options)
+        # Rows of single tokens know of images that the model reads with the text.
+        is_alone = self.run.media is None
+        if (
+            is_alone
+            and isinstance(method, TokenAttribution)
+            and (single is None or method.is_additive(**source.options))
         ):
             how = dict(source.options, through=self.asked.through if effects is None else effects)
             return trace(method, self.ids[:, :P], words, span=span, hops=hops, **how)

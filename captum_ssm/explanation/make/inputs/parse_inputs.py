@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.arrays import may_be_text
+from captum_ssm.explanation.make.inputs.media import Media, check_ids, media_of, placeholders
+from captum_ssm.explanation.make.inputs.patches import placed
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, read, read_ids, read_pair
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
@@ -25,10 +27,11 @@ PAIRS = (("question", "context"), ("text", "text_pair"))
 
 @dataclass(frozen=True)
 class Ids:
-    """Token ids without their padding, and which of two texts each is of."""
+    """Token ids without their padding, which of two texts each is of, and what goes with them."""
 
     ids: list[int]
     types: tuple[int, ...] = ()
+    media: Media | None = None
 
 
 Text = str | tuple[str, str] | Ids | TokenizedText
@@ -80,8 +83,10 @@ def is_tokenizer(value: Any) -> bool:
     )
 
 
-def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[TokenizedText]:
-    """All texts as the model reads them.
+def read_texts(
+    tokenizer: Any, texts: Sequence[Text], model: nn.Module, processor: Any = None
+) -> list[TokenizedText]:
+    """All texts as the model reads them; ``processor`` tells how images were made.
 
     Raises:
         InputError: for a text without a token, or ids that are not in the vocabulary; of several
@@ -90,6 +95,11 @@ def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[
     found = []
     for k, text in enumerate(texts):
         with numbered(k, len(texts)):
+            if isinstance(text, Ids) and text.media is not None:
+                check_ids(torch.tensor([text.ids]), model, text.media)
+                read = read_ids(tokenizer, text.ids, "the text", placeholders(model))
+                found.append(placed(read, text.media, model, processor))
+                continue
             found.append(_read(tokenizer, text))
             check_text(torch.tensor([found[-1].ids]), model)
     # A conversation was read before, and its own reader warns of it.
@@ -187,7 +197,8 @@ def _of_list(inputs: list[Any]) -> list[Text] | None:
         for k, one in enumerate(inputs):
             with numbered(k, len(inputs)):
                 texts = _texts(one) if isinstance(one, (str, Mapping)) else None
-                if texts is None or not (isinstance(one, str) or _is_pair_of_texts(one)):
+                is_known = isinstance(one, str) or _is_pair_of_texts(one) or _has_media(one)
+                if texts is None or not is_known:
                     raise TypeError(f"this is a {type(one).__name__}; expected a text, as before.")
                 found += texts
         return found
@@ -210,9 +221,16 @@ def _is_pair_of_texts(inputs: Mapping[str, Any]) -> bool:
     return any(isinstance(inputs.get(first), str) for first, _ in PAIRS)
 
 
+def _has_media(inputs: Mapping[str, Any]) -> bool:
+    return "input_ids" in inputs and media_of(inputs) is not None
+
+
 def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
     if "input_ids" in inputs:
-        _check_alone(inputs)
+        media = media_of(inputs)
+        if media is not None:
+            texts = _of_ids(inputs["input_ids"], inputs.get("attention_mask"), None)
+            return [replace(one, media=media) for one in texts if isinstance(one, Ids)]
         named = [inputs.get(name) for name in ("attention_mask", "token_type_ids")]
         return _of_ids(inputs["input_ids"], *named)
     for names in PAIRS:
@@ -229,17 +247,6 @@ def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
         "expected 'text' (and 'text_pair'), 'question' and 'context', 'input_ids' or "
         "'pixel_values'."
     )
-
-
-def _check_alone(inputs: Mapping[str, Any]) -> None:
-    # What processors of images and sound return in addition to the ids: the model reads it too.
-    others = [n for n, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()]
-    if others:
-        raise InputError(
-            f"inputs holds {', '.join(map(str, others))} beside input_ids; expected a text alone, "
-            "as a page shows what words of a text did. A method explains both: "
-            "MambaLRP(model).attribute(inputs, target=...)."
-        )
 
 
 def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:

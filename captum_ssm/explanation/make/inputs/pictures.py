@@ -18,6 +18,7 @@ PROCESSED = {
     4: (("image", "bchw->bchw"),),
     5: (("video", "bcthw->bcthw"), ("video", "btchw->bcthw")),
 }
+LARGEST = 1024  # pixels along a side of a picture that is kept
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
@@ -51,7 +52,7 @@ def pictures(inputs: Any) -> tuple[str, list[Tensor]]:
     Raises:
         InputError: for a file that is not an image.
     """
-    image = _opened(inputs)
+    image = opened(inputs)
     return file_name(inputs), [torch.as_tensor(one).float() for one in _forms(image)]
 
 
@@ -62,12 +63,12 @@ def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]
         TypeError: where it returns no pixels.
     """
     is_list = isinstance(inputs, (list, tuple))
-    opened = [_colored(_opened(one), processor) for one in (inputs if is_list else [inputs])]
+    found = [_colored(opened(one), processor) for one in (inputs if is_list else [inputs])]
     if _is_of_transformers(processor):
-        found = _of_images(processor)(opened if is_list else opened[0], return_tensors="pt")
-        pixels = found.get("pixel_values", found.get("pixel_values_videos"))
+        made = _of_images(processor)(found if is_list else found[0], return_tensors="pt")
+        pixels = made.get("pixel_values", made.get("pixel_values_videos"))
     else:
-        made = [processor(one) for one in opened]
+        made = [processor(one) for one in found]
         are_pixels = all(torch.is_tensor(one) and one.dim() > 2 for one in made)
         pixels = torch.cat([_batch(one) for one in made]) if are_pixels else None
     if not torch.is_tensor(pixels):
@@ -76,6 +77,25 @@ def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]
             "image processor of transformers, or a function from a picture to a tensor (C, H, W)."
         )
     return [pixels], PROCESSED
+
+
+def as_picture(image: Any) -> np.ndarray | None:
+    """A picture as bytes ``(H, W, 3)``, of at most :data:`LARGEST` pixels a side, for people.
+
+    None for what is not one, such as an array of other axes.
+    """
+    array = np.asarray(image.convert("RGB") if _is_pil(image) else image)
+    if array.ndim == 3 and array.shape[2] not in (1, 3) and array.shape[0] in (1, 3):
+        array = array.transpose(1, 2, 0)
+    array = array[..., None] if array.ndim == 2 else array
+    if array.ndim != 3 or array.shape[2] not in (1, 3) or array.dtype.kind not in "fiu":
+        return None
+    if array.dtype.kind == "f":
+        low, high = min(0.0, float(array.min())), max(1.0, float(array.max()))
+        array = np.rint((array - low) / (high - low) * 255)
+    step = -(-max(array.shape[:2]) // LARGEST)
+    array = array[::step, ::step].clip(0, 255).astype(np.uint8)
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
 
 
 def norms(processor: Any, mean: Any, std: Any) -> tuple[Any, Any]:
@@ -105,6 +125,28 @@ def normalized(pixels: Tensor, mean: Any, std: Any, axis: int) -> Tensor:
     return (pixels - found[0]) / found[1]
 
 
+def shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
+    """Pixels ``(C, ...)`` as bytes ``(..., 3)``: as they were before they were normalized.
+
+    Without ``mean`` and ``std``, the least of them is black, and the largest white.
+    """
+    pixels = pixels.float()
+    if mean is not None and std is not None:
+        m, s = (_per_channel(one, pixels) for one in (mean, std))
+        pixels = pixels * s + m
+    else:
+        low, high = pixels.min(), pixels.max()
+        pixels = (pixels - low) / (high - low).clamp(min=1e-12)
+    # One channel is gray; of more than three the first are shown.
+    pixels = pixels[[0, 0, 0]] if len(pixels) < 3 else pixels[:3]
+    return (pixels.clamp(0, 1) * 255).round().byte().movedim(0, -1).contiguous().numpy()
+
+
+def _per_channel(values: Any, pixels: Tensor) -> Tensor:
+    shape = -1, *[1] * (pixels.dim() - 1)
+    return torch.as_tensor(values, dtype=torch.float32).view(shape)
+
+
 def _batch(pixels: Tensor) -> Tensor:
     # What a function makes of one picture may be a batch of one already.
     return pixels if pixels.dim() > 3 and len(pixels) == 1 else pixels[None]
@@ -127,7 +169,12 @@ def _is_pil(inputs: Any) -> bool:
     return hasattr(inputs, "convert") and hasattr(inputs, "getbands")
 
 
-def _opened(inputs: Any) -> Any:
+def opened(inputs: Any) -> Any:
+    """A picture; of a path what the file holds.
+
+    Raises:
+        InputError: for a file that is not an image.
+    """
     if not isinstance(inputs, (str, PathLike)):
         return inputs
     path = Path(inputs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Token
+from captum_ssm.explanation.make.inputs.media import Media
 from captum_ssm.explanation.units import Turns
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import unknown_token
@@ -30,6 +31,7 @@ class TokenizedText:
         types (tuple of int, optional): the tokens' ``token_type_ids``, of tokenizers that tell two
             texts apart. Default: ``()``
         turns (Turns, optional): who says what, in a conversation. Default: None
+        media (Media, optional): images and sound among the tokens. Default: None
     """
 
     text: str
@@ -37,6 +39,7 @@ class TokenizedText:
     parts: tuple[int | None, ...] = ()
     types: tuple[int, ...] = ()
     turns: Turns | None = None
+    media: Media | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -53,7 +56,7 @@ class TokenizedText:
             replace(one, start=one.start + shift, end=one.end + shift) for one in (*moved, *rest)
         ]
         text, tokens = self.text + between + other.text, self.tokens + tuple(moved)
-        return TokenizedText(text, tokens, turns=self.turns)
+        return TokenizedText(text, tokens, turns=self.turns, media=self.media)
 
 
 def read(tokenizer: Any, text: str, name: str, special: bool = True) -> TokenizedText:
@@ -123,8 +126,12 @@ def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
     return replace(read, parts=tuple(parts), types=tuple(encoded.get("token_type_ids", ())))
 
 
-def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> TokenizedText:
+def read_ids(
+    tokenizer: Any, ids: Sequence[int], name: str, placeholders: Collection[int] = ()
+) -> TokenizedText:
     """Token ids as a text: what the tokenizer decodes, or without one the numbers themselves.
+
+    Placeholders stand for no part of the text, as special tokens.
 
     Raises:
         InputError: where there is no id.
@@ -135,7 +142,7 @@ def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> TokenizedText:
         pieces = [f" {one}" if i else str(one) for i, one in enumerate(ids)]
     else:
         pieces = _pieces(tokenizer, ids)
-    special = {*getattr(tokenizer, "all_special_ids", ())}
+    special = {*getattr(tokenizer, "all_special_ids", ()), *placeholders}
     tokens, at = [], 0
     for piece, one, called in zip(pieces, ids, _names(tokenizer, ids), strict=True):
         part = "" if one in special else piece

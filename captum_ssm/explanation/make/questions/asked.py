@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.parse_inputs import Text, numbered, read_texts
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
@@ -13,6 +14,8 @@ from captum_ssm.explanation.make.questions.classes import ClassQuestion, LabelQu
 from captum_ssm.explanation.make.questions.kinds import Kind, Task
 from captum_ssm.explanation.make.questions.places import PlacesQuestion
 from captum_ssm.explanation.make.questions.texts import TextQuestion
+from captum_ssm.explanation.make.relevance.captum_methods import CaptumRows
+from captum_ssm.explanation.parts import SWAPS
 
 
 class Answerable(Protocol):
@@ -32,6 +35,36 @@ QUESTIONS: dict[Kind, Any] = {
     "labels": LabelQuestion,
     "places": PlacesQuestion,
 }
+
+
+def require_known_to_media(setup: Setup, texts: Sequence[TokenizedText], asked: TextSetup) -> None:
+    """Raise for what would leave out images or sound that go with a text, or take them as words.
+
+    Raises:
+        InputError: says what to use in its place.
+    """
+    media = [text.media for text in texts if text.media is not None]
+    if not media:
+        return
+    names = ", ".join(media[0].arguments)
+    for name in [name for name, one in setup.methods.items() if isinstance(one, CaptumRows)]:
+        error = InputError(
+            f"{name} changes the embeddings of ids or the ids themselves, and the model reads "
+            f"{names} with this text, which it would give nothing; expected a method of this "
+            "library, such as 'mamba-lrp'."
+        )
+        if not setup.goes_on_without(name, error):
+            raise error
+    if setup.validate:
+        raise InputError(
+            f"validate removes tokens by their ids, and the model reads {names} with this text, "
+            "which would stay; leave validate out."
+        )
+    if asked.answer.through == SWAPS:
+        raise InputError(
+            f"through is 'swaps', which runs the model on ids alone, and it reads {names} with "
+            "this text; expected through='relevance'."
+        )
 
 
 def text_questions(
@@ -54,7 +87,8 @@ def text_questions(
     Raises:
         ValueError, TypeError: as for ``explain``; of several texts they say which.
     """
-    readings = read_texts(asked.tokenizer, texts, setup.model)
+    readings = read_texts(asked.tokenizer, texts, setup.model, asked.processor)
+    require_known_to_media(setup, readings, asked)
     task = tell(readings[0], len(readings) == 1)
     # A list of integers is one continuation, but several classes.
     is_text = task.kind == "tokens"

@@ -73,7 +73,7 @@ class Setup:
 class TextSetup:
     """What is the same for all texts: ``position``, named parts, and a whole answer, as given.
 
-    ``recorded`` is what a server recorded of one of them.
+    ``recorded`` is what a server recorded of one of them, and ``processor`` that of images.
     """
 
     tokenizer: Any
@@ -81,6 +81,7 @@ class TextSetup:
     spans: Mapping[str, tuple[int, int]]
     answer: AskedAnswer
     recorded: Recorded | None = None
+    processor: Any = None
 
 
 @dataclass(frozen=True)

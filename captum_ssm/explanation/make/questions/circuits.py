@@ -13,6 +13,7 @@ from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.questions.base import FAILS, Questions
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import NEXT, PART
+from captum_ssm.explanation.pictures import picture_names
 from captum_ssm.interventions import circuit
 from captum_ssm.utils.progress import progress
 
@@ -44,6 +45,8 @@ def circuits(
         setup.note("no circuit: the answer is not an entry of what the model returns")
         return ()
     flow = RelevanceFlow(setup.model, memory_limit=setup.memory_limit)
+    pictures = () if questions.run.media is None else questions.run.media.pictures
+    texts = picture_names(pictures, [token.text for token in tokens])
     found = []
     for output, answer, foil, question in progress(list(_asked(questions)), "circuits"):
         # A model that predicts the next token reads nothing after it.
@@ -57,7 +60,7 @@ def circuits(
                 questions.run.extra(read),
                 against="others" if foil is None else question.place(foil.id),
                 share=SHARE,
-                tokens=[token.text for token in tokens[: read.shape[1]]],
+                tokens=texts[: read.shape[1]],
             )
         except FAILS as error:
             setup.note(f"no circuit: {str(error).splitlines()[0]}")

@@ -14,7 +14,14 @@ from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, to_numpy
 from captum_ssm.explanation.make.questions.circuits import circuits
 from captum_ssm.explanation.make.relevance.run import Run
-from captum_ssm.explanation.units import lines, named, sentences, within, words
+from captum_ssm.explanation.units import (
+    lines,
+    named,
+    sentences,
+    with_pictures,
+    within,
+    words,
+)
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
 
@@ -56,6 +63,7 @@ def explained_text(
         maps=maps,
         validation=questions.validation,
         circuits=circuits(questions, ids, whole.tokens),
+        pictures=() if whole.media is None else whole.media.pictures,
     )
 
 
@@ -69,6 +77,9 @@ def _units(
     if whole.turns:
         turns = whole.turns.spans(whole.tokens, prompt)
         units = {unit: within(parts, turns) for unit, parts in units.items()} | {"turn": turns}
+    pictures = () if whole.media is None else whole.media.pictures
+    if pictures:
+        units = with_pictures(units, pictures, len(whole.tokens))
     if spans:
         units["span"] = named(whole.tokens, spans)
     return units

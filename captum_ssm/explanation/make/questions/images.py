@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.arrays import Given
+from captum_ssm.explanation.make.inputs.pictures import shown
 from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, per_example
 from captum_ssm.explanation.make.questions.labels import classes_of, names_of
 from captum_ssm.explanation.make.questions.observed import Look
@@ -71,7 +70,7 @@ class ImageQuestion:
             tuple(questions.outputs),
             relevance,
             deltas,
-            image=_shown(pixels[0].movedim(channels - 1, 0).cpu(), self.mean, self.std),
+            image=shown(pixels[0].movedim(channels - 1, 0).cpu(), self.mean, self.std),
             grid=_grid(setup.model, pixels) if channels == 1 else None,
             validation=questions.validation,
         )
@@ -99,26 +98,6 @@ def image_questions(found: Given, target: Any, against: Any, labels: Any) -> lis
         ImageQuestion(pixels, found.axes, name, a, b, labels, found.mean, found.std)
         for pixels, name, a, b in zip(found.examples, found.names, targets, others, strict=True)
     ]
-
-
-def _shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
-    # From (C, ...) to (..., 3) in 8 bits: as it was before it was normalized, or from its least to
-    # its largest.
-    pixels = pixels.float()
-    if mean is not None and std is not None:
-        m, s = (_per_channel(one, pixels) for one in (mean, std))
-        pixels = pixels * s + m
-    else:
-        low, high = pixels.min(), pixels.max()
-        pixels = (pixels - low) / (high - low).clamp(min=1e-12)
-    # One channel is gray; of more than three the first are shown.
-    pixels = pixels[[0, 0, 0]] if len(pixels) < 3 else pixels[:3]
-    return (pixels.clamp(0, 1) * 255).round().byte().movedim(0, -1).contiguous().numpy()
-
-
-def _per_channel(values: Any, pixels: Tensor) -> Tensor:
-    shape = -1, *[1] * (pixels.dim() - 1)
-    return torch.as_tensor(values, dtype=torch.float32).view(shape)
 
 
 def _grid(model: Any, pixels: Tensor) -> tuple[int, ...] | None:

@@ -49,7 +49,8 @@ class Task:
 
     def run_on(self, text: TokenizedText) -> Run:
         """The run on one text, with its token types."""
-        return self.run.with_arguments(arguments_of(self.run.module, text))
+        named = arguments_of(self.run.module, text)
+        return replace(self.run, named=named, media=text.media)
 
 
 def task_of(
@@ -69,7 +70,7 @@ def task_of(
         ValueError: for an output that is none of these, such as hidden states.
     """
     ids = torch.tensor([text.ids], device=next(module.parameters()).device)
-    run = Run(module).with_arguments(arguments_of(module, text))
+    run = Run(module, arguments_of(module, text), media=text.media)
     first = observed(run, ids)
     task = _told_by(first, run, ids, tokenizer, labels)
     if task.kind == "tokens" and not is_one:

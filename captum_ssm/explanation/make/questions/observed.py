@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
+from captum_ssm.explanation.make.inputs.media import refusals_explained
 from captum_ssm.explanation.make.relevance.run import OneInput, Run, joined
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.watch_modules import watch_modules
@@ -112,7 +113,8 @@ def observed(run: Run, ids: Tensor) -> Observed:
     """The model, run on the ids ``(B, L)`` of texts."""
     module, arguments = run.module, run.arguments(ids)
     watch = _Watch(ids.shape)
-    with torch.no_grad(), watch.watching(module), noting_draws() as draws, one_run(module):
+    told = refusals_explained(module, run.media, ids)
+    with torch.no_grad(), watch.watching(module), noting_draws() as draws, one_run(module), told:
         output = module(ids, **arguments)
     if any(draws):
         with torch.no_grad():

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.inputs.media import check_ids
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps
 from captum_ssm.explanation.make.questions.explained import explained_text
@@ -37,7 +37,7 @@ class OneTextQuestion(ABC):
             ValueError, TypeError: as for ``explain``.
         """
         ids = torch.tensor([self.text.ids], device=next(setup.model.parameters()).device)
-        check_text(ids, setup.model)
+        check_ids(ids, setup.model, self.text.media)
         if setup.lens:
             setup.note("no lens: the model has no vocabulary")
         run = self.task.run_on(self.text)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
+from captum_ssm.explanation.make.inputs.media import check_ids
 from captum_ssm.explanation.make.inputs.reading import (
     TokenizedText,
     answer_text,
@@ -72,7 +72,7 @@ class TextQuestion:
                 "explain the continuation together; give one of them."
             )
         how = position, asked.spans, asked.answer
-        run = task.run.with_arguments({})
+        run = task.run_on(text)
         question = cls(tokenizer, text, target, against, *how, run, task.first, asked.recorded)
         _arranged(question)
         return question
@@ -90,11 +90,11 @@ class TextQuestion:
         """
         texts = _arranged(self)
         ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
-        check_text(ids, setup.model)
+        check_ids(ids, setup.model, self.prompt.media)
         told = [] if self.recorded is None else self.recorded.read_at
         read = sorted({*texts.positions, *told})
         if setup.lens:
-            logits, layers = _layered(setup, ids, read)
+            logits, layers = _layered(setup, self.run, ids, read)
         else:
             seen = yield Look(self.run, ids, read, self.first)
             logits, layers = seen.scores[0].float(), []
@@ -236,9 +236,11 @@ def _require_ids(name: str, text: TokenizedText | None, V: int) -> None:
         raise TargetError(f"{name} is {text.ids}; the model's ids are 0 .. {V - 1}.")
 
 
-def _layered(setup: Setup, ids: Tensor, positions: list[int]) -> tuple[Tensor, list[Tensor]]:
+def _layered(
+    setup: Setup, run: Run, ids: Tensor, positions: list[int]
+) -> tuple[Tensor, list[Tensor]]:
     # The logits at the positions that are explained, and those after each layer.
-    lens, run = Lens(setup.model, positions), Run(setup.model)
+    lens = Lens(setup.model, positions)
     with torch.no_grad():
         with lens.watching():
             logits = run(ids)[0, positions].float()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits, parameter_names
+from captum_ssm.explanation.make.inputs.media import Media
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Run:
             Default: its logits
         takes_several (bool, optional): whether the model takes more than one input at a time.
             Default: True
+        media (Media, optional): images and sound that the model reads with each text.
+            Default: None
         is_causal (bool, optional): whether the output at a token depends on no later one, so that
             texts of several lengths go together, padded at their ends. Default: False
     """
@@ -32,6 +35,7 @@ class Run:
     read: Callable[[Any], Tensor] = extract_logits
     takes_several: bool = True
     is_causal: bool = False
+    media: Media | None = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
         parts = inputs.split(self.most(len(inputs)))
@@ -46,14 +50,18 @@ class Run:
         named: dict[str, Any] = {}
         if "use_cache" in parameter_names(self.module):
             named["use_cache"] = False
-        return named | {
-            name: value[:, : inputs.shape[1]].to(inputs.device).expand(len(inputs), -1)
-            for name, value in self.named.items()
-        }
+        return (
+            named
+            | {
+                name: value[:, : inputs.shape[1]].to(inputs.device).expand(len(inputs), -1)
+                for name, value in self.named.items()
+            }
+            | ({} if self.media is None else self.media.on(inputs))
+        )
 
     def extra(self, inputs: Tensor) -> dict[str, Any] | None:
         """The further arguments as a method's ``attribute`` takes them; None for none."""
-        return self.arguments(inputs) if self.named else None
+        return self.arguments(inputs) if self.named or self.media else None
 
     @property
     def is_plain(self) -> bool:
@@ -95,7 +103,7 @@ class OneInput:
     def group(self) -> tuple[Any, ...]:
         """What inputs that may be parts of one batch have in common."""
         shape = () if self.run.is_causal and self.is_text else tuple(self.inputs.shape)
-        return self.is_text, shape, tuple(sorted(self.run.named))
+        return self.is_text, shape, tuple(sorted(self.run.named)), id(self.run.media)
 
     def until(self, end: int) -> OneInput:
         """The first ``end`` tokens of a text."""

@@ -1,7 +1,7 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
 import { FlowGraph } from "./flow_graph.js";
-import { count, plain, visible } from "./format.js";
+import { count, listed, plain, visible } from "./format.js";
 
 const TEMPLATE = "template"; // the turn of what no message says
 
@@ -44,6 +44,14 @@ class Unit {
   }
 }
 
+// An image or a sound among the tokens of a text: `tokens` row by row of its grid, if that is known.
+class Picture {
+  constructor({ name, tokens, grid, note }, index) {
+    Object.assign(this, { name, tokens, note, index, isGrid: Boolean(grid), pixels: null });
+    [this.rows, this.columns] = grid ?? [1, tokens.length];
+  }
+}
+
 // A text, an image or a series. `rows` holds the relevance by method, one row per explained answer.
 export class Example {
   static async unpack(data) {
@@ -54,6 +62,11 @@ export class Example {
     if (data.image) {
       rows.push(inflate(data.image.data).then((buffer) => {
         example.pixels = { size: data.image.size, data: new Uint8Array(buffer) };
+      }));
+    }
+    for (const [k, { image }] of (data.pictures ?? []).entries()) {
+      if (image) rows.push(inflate(image.data).then((buffer) => {
+        example.pictures[k].pixels = { size: image.size, data: new Uint8Array(buffer) };
       }));
     }
     if (data.series) {
@@ -77,6 +90,10 @@ export class Example {
     this.isSeries = Boolean(data.series);
     this.isTable = this.isSeries && data.table;
     this.isText = !this.isImage && !this.isSeries;
+    // Images and sound among the tokens of a text, and by token which of them it is, and where in it.
+    this.pictures = (data.pictures ?? []).map((picture, k) => new Picture(picture, k));
+    this.inPictures = new Map(this.pictures.flatMap((picture) =>
+      picture.tokens.map((token, cell) => [token, { picture, cell }])));
     this.features = data.features;
     this.size = data.size;
     this.grid = data.grid;
@@ -156,7 +173,7 @@ export class Example {
   }
 
   get plainText() {
-    this.joined ??= this.tokens.join("");
+    this.joined ??= this.text(0, this.tokens.length);
     return this.joined;
   }
 
@@ -166,7 +183,10 @@ export class Example {
       const pixels = `${width} × ${below / this.frames} pixels`;
       return this.frames > 1 ? `${count(this.frames, "frame")} of ${pixels}` : pixels;
     }
-    if (!this.isSeries) return count(this.tokens.length, "token");
+    if (!this.isSeries) {
+      const all = count(this.tokens.length, "token");
+      return this.inPictures.size ? `${all}, ${this.inPictures.size.toLocaleString("en")} of them of ${listed(this.pictures.map(({ name }) => name))}` : all;
+    }
     if (this.isTable) return count(this.size[1], "feature");
     return `${count(this.size[0], "time step")} of ${count(this.size[1], "feature")}`;
   }
@@ -242,13 +262,26 @@ export class Example {
     return after >= 0 ? after : Math.max(0, places.findLastIndex((_, k) => isExplained(k)));
   }
 
+  // An image is named once, where its tokens begin.
   text(first, end, isShown = () => true) {
     const texts = this.tokens.slice(first, end);
-    return texts.map((text, k) => (isShown(first + k) ? text : " ")).join("");
+    return texts.map((text, k) => {
+      const name = this.inPictures.get(first + k)?.picture.name;
+      if (name) return k && name === this.inPictures.get(first + k - 1)?.picture.name ? "" : ` [${name}] `;
+      return isShown(first + k) ? text : " ";
+    }).join("");
   }
 
   partText(unit, part) {
-    return this.text(...unit.bounds[part]);
+    const [first, end] = unit.bounds[part];
+    const { picture } = this.inPictures.get(first) ?? {};
+    if (picture) return end - first > 1 ? picture.name : this.tokens[first];
+    return this.text(first, end);
+  }
+
+  // The image that a part is of, or is in.
+  pictureOf(unit, part) {
+    return this.inPictures.get(unit.bounds[part][0])?.picture;
   }
 
   // What the model reads in the place of a word of this part that the tokenizer does not know.
@@ -398,6 +431,15 @@ class Relevance {
 
   has(part) {
     return this.ranks.has(part);
+  }
+
+  // The share that several parts have of what is shown, and their sum.
+  of(parts) {
+    const shown = parts.filter((part) => part <= this.read && !this.hidden.has(part));
+    return {
+      share: shown.reduce((sum, part) => sum + this.share(part), 0),
+      sum: shown.reduce((sum, part) => sum + this.values[part], 0),
+    };
   }
 
   share(part) {

@@ -32,6 +32,11 @@ export function likely({ p, logit }) {
   return p === null ? plain(logit) : percent(p);
 }
 
+// Several names as one: "a, b and c".
+export function listed(names) {
+  return names.length < 2 ? names.join() : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`;
+}
+
 export function count(number, noun) {
   const plural = noun.endsWith("ch") ? `${noun}es` : `${noun}s`;
   return `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;

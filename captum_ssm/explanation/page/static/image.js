@@ -27,14 +27,9 @@ export class ImagePanel {
     this.note = element("span", { class: "quiet" });
     this.node = element("section", { class: "panel" },
       panel.title && element("header", {}, panel.title, this.note), this.canvas);
-    const { size: [height, width], data } = this.example.pixels;
-    const color = (pixel) => data.subarray(3 * pixel, 3 * pixel + 3);
-    this.picture = raster(width, height, (pixel) => [...color(pixel), 255]);
+    this.picture = colored(this.example.pixels);
     this.gray = null;
-    this.drawGray = () => raster(width, height, (pixel) => {
-      const shade = pale(color(pixel), page.theme === "dark");
-      return [shade, shade, shade, 255];
-    });
+    this.drawGray = () => grayed(this.example.pixels, page.theme === "dark");
   }
 
   update(panel) {
@@ -81,6 +76,10 @@ export class ImagePanel {
     return [column * across, (frame * rows + row) * down, across, down];
   }
 
+  crop(part) {
+    return { picture: this.picture, source: this.source(part) };
+  }
+
   draw() {
     if (!this.panel) return;
     const { frames, grid } = this.example;
@@ -100,7 +99,7 @@ export class ImagePanel {
       const slice = Math.floor((frame * slices) / frames);
       context.drawImage(this.overlay, 0, slice * rows, columns, rows, x, y, width, height);
       context.globalAlpha = 1;
-      if (grid && values.grid) this.#drawGrid(context, x, y);
+      if (grid && values.grid) drawGrid(context, [x, y, width, height], grid[1], grid[2]);
       if (frames > 1) this.#drawNumber(context, frame, x, y);
     }
     if (this.page.pointed >= 0) this.#outline(context, this.page.pointed);
@@ -133,22 +132,6 @@ export class ImagePanel {
     };
   }
 
-  // Dark and light, to be seen on any picture.
-  #drawGrid(context, left, top) {
-    const [, rows, columns] = this.example.grid;
-    const { width, height } = this.frame;
-    context.beginPath();
-    for (let k = 1; k < columns; k++) line(context, left + (k * width) / columns, top, 0, height);
-    for (let k = 1; k < rows; k++) line(context, left, top + (k * height) / rows, width, 0);
-    context.lineWidth = 1;
-    context.strokeStyle = "rgb(255 255 255 / 30%)";
-    context.stroke();
-    context.setLineDash([2, 2]);
-    context.strokeStyle = "rgb(0 0 0 / 30%)";
-    context.stroke();
-    context.setLineDash([]);
-  }
-
   #drawNumber(context, frame, x, y) {
     if (this.frame.width < NUMBERED) return;
     const { colors } = this.page;
@@ -162,14 +145,7 @@ export class ImagePanel {
   }
 
   #outline(context, part) {
-    for (const { x, y, width, height } of this.#cells(part)) {
-      context.lineWidth = 4;
-      context.strokeStyle = "#fff";
-      context.strokeRect(x, y, width, height);
-      context.lineWidth = 2;
-      context.strokeStyle = this.page.colors.focus;
-      context.strokeRect(x, y, width, height);
-    }
+    for (const cell of this.#cells(part)) outline(context, cell, this.page.colors.focus);
   }
 
   #place(part) {
@@ -236,6 +212,43 @@ export class ImagePanel {
     event.preventDefault();
     event.stopPropagation();
   }
+}
+
+// A picture in its own colors.
+export function colored({ size: [height, width], data }) {
+  return raster(width, height, (pixel) => [...data.subarray(3 * pixel, 3 * pixel + 3), 255]);
+}
+
+// A picture in gray, on which all color is relevance.
+export function grayed({ size: [height, width], data }, isDark) {
+  return raster(width, height, (pixel) => {
+    const shade = pale(data.subarray(3 * pixel, 3 * pixel + 3), isDark);
+    return [shade, shade, shade, 255];
+  });
+}
+
+// The lines between patches: dark and light, to be seen on any picture.
+export function drawGrid(context, [left, top, width, height], rows, columns) {
+  context.beginPath();
+  for (let k = 1; k < columns; k++) line(context, left + (k * width) / columns, top, 0, height);
+  for (let k = 1; k < rows; k++) line(context, left, top + (k * height) / rows, width, 0);
+  context.lineWidth = 1;
+  context.strokeStyle = "rgb(255 255 255 / 30%)";
+  context.stroke();
+  context.setLineDash([2, 2]);
+  context.strokeStyle = "rgb(0 0 0 / 30%)";
+  context.stroke();
+  context.setLineDash([]);
+}
+
+// The frame of the part that is pointed at.
+export function outline(context, { x, y, width, height }, color) {
+  context.lineWidth = 4;
+  context.strokeStyle = "#fff";
+  context.strokeRect(x, y, width, height);
+  context.lineWidth = 2;
+  context.strokeStyle = color;
+  context.strokeRect(x, y, width, height);
 }
 
 // A shade near the page's own, so that black and white both leave room for color over them.

@@ -6,7 +6,7 @@ import { VIEWS } from "./state.js";
 
 const UNITS = {
   token: "Token", word: "Word", sentence: "Sentence", line: "Line", turn: "Turn", span: "Part", patch: "Patch",
-  pixel: "Pixel", value: "Value", step: "Time step", feature: "Feature", frame: "Frame",
+  modality: "Modality", pixel: "Pixel", value: "Value", step: "Time step", feature: "Feature", frame: "Frame",
 };
 const OPACITIES = [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100];
 
@@ -55,11 +55,13 @@ export class Settings {
     this.template.node.hidden = !example.turns;
     this.template.show(!values.template);
     this.hiding.hidden = [this.own, this.last, this.template].every(({ node }) => node.hidden);
-    this.opacity.node.hidden = !example.isImage;
+    const pictures = example.pictures.filter(({ pixels, isGrid }) => pixels && isGrid);
+    const hasPicture = example.isImage || pictures.length > 0;
+    this.opacity.node.hidden = !hasPicture;
     this.opacity.show(values.opacity);
-    this.gray.node.hidden = !example.isImage;
+    this.gray.node.hidden = !hasPicture;
     this.gray.show(values.gray);
-    this.grid.node.hidden = !example.grid;
+    this.grid.node.hidden = !example.grid && !pictures.length;
     this.grid.show(values.grid);
   }
 }

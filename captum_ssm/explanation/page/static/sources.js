@@ -38,7 +38,7 @@ export class Sources {
       ? [...this.rows.values()].map((row) => element("li", {}, row))
       : element("li", { class: "quiet" }, "None is that large."));
     fill(this.sum, sums(view).map((text) => element("p", {}, text)));
-    if (view.example.isImage) this.#drawCrops(view);
+    this.#drawCrops(view);
   }
 
   mark(part, before) {
@@ -72,10 +72,12 @@ export class Sources {
   #drawCrops({ panels }) {
     const { drawn } = panels[0];
     for (const [part, row] of this.rows) {
-      const { context, width, height } = brush(row.querySelector("canvas"));
-      const source = drawn.source(part);
-      context.imageSmoothingEnabled = source[2] > 2 * width;
-      context.drawImage(drawn.picture, ...source, 0, 0, width, height);
+      const canvas = row.querySelector("canvas");
+      const cut = canvas && drawn.crop(part);
+      if (!cut) continue;
+      const { context, width, height } = brush(canvas);
+      context.imageSmoothingEnabled = cut.source[2] > 2 * width;
+      context.drawImage(cut.picture, ...cut.source, 0, 0, width, height);
     }
   }
 }
@@ -83,6 +85,12 @@ export class Sources {
 // The part in the text around it, from one whole word to another.
 function surroundings({ example, unit, values }, part) {
   const [first, end] = unit.bounds[part];
+  const picture = example.pictureOf(unit, part);
+  if (picture) {
+    const name = example.partText(unit, part);
+    return element("span", { class: "what place" },
+      picture.pixels && picture.isGrid && element("canvas", { class: "crop" }), element("span", {}, visible(name)));
+  }
   const isShown = (token) => values.template || !example.isTemplate(token);
   const near = (from, to) =>
     visible(example.text(Math.max(0, from), to, isShown).replace(/\s+/g, " "));

@@ -1,5 +1,5 @@
 // What is in the numbers and what is not, in words: hidden parts, and what no part is given.
-import { count, name, percent, plain, signed, token, visible } from "./format.js";
+import { count, listed, name, percent, plain, signed, token, visible } from "./format.js";
 
 const LITTLE = 0.02; // of the score
 
@@ -15,9 +15,19 @@ export function sums(view) {
 
 function sumOf(view, { method, relevance, pick, against }) {
   if (relevance.isMissing) return [`The explanation has no relevance by ${visible(method.title)} for this.`];
-  const shares = `Percentages are of the ${count(relevance.shown, view.unit.name)} shown.`;
+  const shares = `Percentages are of the ${count(relevance.shown, view.unit.name)} shown.${picturesOf(view, relevance)}`;
   const rest = [...hiddenOf(view, relevance), balance(view, method, relevance, pick, against)];
   return [shares, rest.join(" ")];
+}
+
+// What images and sound have of it, each by itself.
+function picturesOf({ example, unit }, relevance) {
+  if (!example.pictures.length) return "";
+  const told = example.pictures.map((picture) => {
+    const { share, sum } = relevance.of([...new Set(picture.tokens.map((token) => unit.of[token]))]);
+    return `${visible(picture.name)} has ${percent(share)} (${signed(sum)})`;
+  });
+  return ` Of that, ${listed(told)}, and the text has the rest.`;
 }
 
 function hiddenOf({ example, unit }, relevance) {

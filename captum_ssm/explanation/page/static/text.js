@@ -2,6 +2,7 @@
 // which the browser lays out, finds and prints; near it, every part is an element with its color.
 import { brush, clamp, element, fill, hasModifier, range } from "./dom.js";
 import { cut, digits, percent } from "./format.js";
+import { Inset } from "./inset.js";
 import { Turns } from "./turns.js";
 
 const BLOCK = 128;
@@ -45,6 +46,7 @@ export class TextPanel {
     this.regions = this.#regions();
     this.blocks = this.regions.flatMap(({ blocks }) => blocks);
     this.blockOf = this.blocks.flatMap((block) => Array(block.end - block.first).fill(block));
+    this.insets = this.blocks.flatMap(({ inset }) => inset ?? []);
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
         const block = this.blocks.find(({ node }) => node === target);
@@ -52,6 +54,7 @@ export class TextPanel {
       }
     }, { root: this.box, rootMargin: "400px" });
     for (const block of this.blocks) {
+      if (block.isPicture) continue;
       this.#fill(block, false);
       this.observer.observe(block.node);
     }
@@ -61,7 +64,8 @@ export class TextPanel {
 
   update(panel) {
     this.panel = panel;
-    for (const block of this.blocks) if (block.isFull) this.#color(block);
+    for (const block of this.blocks) if (block.isFull && !block.isPicture) this.#color(block);
+    for (const inset of this.insets) inset.update(panel);
     const { relevance, limit } = panel;
     const { hidden: hides, gone, own } = relevance;
     this.turns.update(relevance);
@@ -81,10 +85,38 @@ export class TextPanel {
     const { unit, example: { whole } } = this;
     const regions = whole?.regions.map(({ name, first, end }) => [unit.of[first], unit.of[end - 1] + 1, name]);
     return (regions ?? [[0, unit.count]]).map(([first, end, name]) => {
-      const blocks = range(Math.ceil((end - first) / BLOCK)).map((k) => ({ node: element("span"), isFull: null,
-        first: first + k * BLOCK, end: Math.min(first + (k + 1) * BLOCK, end) }));
+      const blocks = this.#stretches(first, end).flatMap(([from, to, picture]) => (picture
+        ? this.#pictured(from, to, picture)
+        : range(Math.ceil((to - from) / BLOCK)).map((k) => ({ node: element("span"), isFull: null,
+          first: from + k * BLOCK, end: Math.min(from + (k + 1) * BLOCK, to) }))));
       return { blocks, node: name && element("div", { class: `region ${name}` }, blocks.map(({ node }) => node)) };
     });
+  }
+
+  // Neighboring parts of the text, or of one picture.
+  #stretches(first, end) {
+    const found = [];
+    for (let part = first; part < end; part += 1) {
+      const picture = this.example.pictureOf(this.unit, part);
+      const last = found.at(-1);
+      if (last && last[2] === picture) last[1] = part + 1;
+      else found.push([part, part + 1, picture]);
+    }
+    return found;
+  }
+
+  // A picture is drawn where the first of its tokens stands.
+  #pictured(first, end, picture) {
+    this.drawn ??= new Map();
+    const isFirst = !this.drawn.has(picture);
+    if (isFirst) this.drawn.set(picture, new Inset(this.page, picture, this.unit));
+    const inset = this.drawn.get(picture);
+    return [{ node: isFirst ? inset.node : element("span"), inset: isFirst ? inset : null, isPicture: true, isFull: true,
+      parts: [], first, end }];
+  }
+
+  #insetOf(part) {
+    return part >= 0 && this.drawn?.get(this.example.pictureOf(this.unit, part));
   }
 
   // All of it as elements with colors, as print needs it.
@@ -92,13 +124,19 @@ export class TextPanel {
     for (const block of this.blocks) this.#fill(block, true);
   }
 
+  crop(part) {
+    return this.#insetOf(part)?.crop(part);
+  }
+
   element(part) {
     const block = this.blockOf[part];
-    return block?.isFull ? block.parts[part - block.first] : null;
+    return block?.isFull ? block.parts[part - block.first] ?? null : null;
   }
 
   // What is hidden altogether is nowhere.
   anchor(part) {
+    const inset = this.#insetOf(part);
+    if (inset) return inset.anchor(part);
     const node = this.element(part);
     return node?.getClientRects().length ? node.getBoundingClientRect() : null;
   }
@@ -107,6 +145,7 @@ export class TextPanel {
     this.element(before)?.classList.remove("pointed");
     const node = this.element(part);
     node?.classList.add("pointed");
+    for (const inset of new Set([before, part].map((one) => this.#insetOf(one)))) if (inset) inset.draw();
     if (node) this.box.setAttribute("aria-activedescendant", node.id);
     else this.box.removeAttribute("aria-activedescendant");
   }
@@ -135,7 +174,7 @@ export class TextPanel {
 
   // A turn begins a line, so the space before its first part is left out.
   #fill(block, isFull) {
-    if (block.isFull === isFull) return;
+    if (block.isPicture || block.isFull === isFull) return;
     block.isFull = isFull;
     const { first, end } = block;
     const shapes = this.shapes.slice(first, end);
@@ -296,4 +335,4 @@ export class TextPanel {
   }
 }
 
-const partOf = (event) => event.target.index ?? -1;
+const partOf = (event) => event.target.index ?? event.target.inset?.partAt(event) ?? -1;
