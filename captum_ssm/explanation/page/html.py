@@ -22,6 +22,8 @@ OF_CIRCUITS = (
 )
 # They show a whole answer, and only come with an explanation that has one of several tokens.
 OF_ANSWERS = ("answer_trace", "answer_words", "answer_picture", "answer_picker", "answer")
+# They draw images among the words of a text, and only come with an explanation that has some.
+OF_PICTURES = ("inset",)
 # They draw a report, and only come with one.
 OF_REPORTS = ("report_bars", "report_text", "report_cloud", "report_list", "report_parts", "report")
 # They draw a report on states, by themselves.
@@ -32,7 +34,7 @@ MODULES = (
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
     *OF_CIRCUITS,
     *OF_ANSWERS,
-    *("turns", "image", "inset", "text", "series", "panels", "reading"),
+    *("turns", "image", *OF_PICTURES, "text", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
 
@@ -138,10 +140,12 @@ def _document(title: str, data: dict[str, Any], style: str, code: str) -> str:
     )
 
 
-def extras_of(data: dict) -> tuple[bool, bool]:
-    """Whether any example of a page's data has a circuit, and whether one has a whole answer."""
+def extras_of(data: dict) -> tuple[bool, bool, bool]:
+    """Whether any example of a page's data has a circuit, a whole answer, or images in a text."""
     examples = data["examples"]
-    return any(one["circuits"] for one in examples), any("whole" in one for one in examples)
+    circuits = any(one["circuits"] for one in examples)
+    answers, pictures = (any(name in one for one in examples) for name in ("whole", "pictures"))
+    return circuits, answers, pictures
 
 
 def states_html(data: dict[str, Any]) -> str:
@@ -151,7 +155,9 @@ def states_html(data: dict[str, Any]) -> str:
 
 
 @cache
-def stylesheet(circuits: bool = True, answers: bool = True, report: bool = False) -> str:
+def stylesheet(
+    circuits: bool = True, answers: bool = True, pictures: bool = True, report: bool = False
+) -> str:
     """The style, with that of circuits, of whole answers and of reports or without."""
     wanted = {"page": True, "flow": circuits, "answer": answers, "report": report}
     names = [name for name, is_there in wanted.items() if is_there]
@@ -159,9 +165,12 @@ def stylesheet(circuits: bool = True, answers: bool = True, report: bool = False
 
 
 @cache
-def script(circuits: bool = True, answers: bool = True, report: bool = False) -> str:
+def script(
+    circuits: bool = True, answers: bool = True, pictures: bool = True, report: bool = False
+) -> str:
     """The modules as one: without their imports and exports, which have the same names."""
-    left_out = {*(() if circuits else OF_CIRCUITS), *(() if answers else OF_ANSWERS)}
+    groups = (circuits, OF_CIRCUITS), (answers, OF_ANSWERS), (pictures, OF_PICTURES)
+    left_out = {name for is_there, names in groups if not is_there for name in names}
     modules = (*MODULES, *OF_REPORTS) if report else MODULES
     return _joined([name for name in modules if name not in left_out])
 

@@ -197,8 +197,8 @@ def _of_list(inputs: list[Any]) -> list[Text] | None:
         for k, one in enumerate(inputs):
             with numbered(k, len(inputs)):
                 texts = _texts(one) if isinstance(one, (str, Mapping)) else None
-                is_known = isinstance(one, str) or _is_pair_of_texts(one) or _has_media(one)
-                if texts is None or not is_known:
+                is_known = isinstance(one, str) or _has_media(one)
+                if texts is None or not (is_known or _is_pair_of_texts(one)):
                     raise TypeError(f"this is a {type(one).__name__}; expected a text, as before.")
                 found += texts
         return found
@@ -221,8 +221,8 @@ def _is_pair_of_texts(inputs: Mapping[str, Any]) -> bool:
     return any(isinstance(inputs.get(first), str) for first, _ in PAIRS)
 
 
-def _has_media(inputs: Mapping[str, Any]) -> bool:
-    return "input_ids" in inputs and media_of(inputs) is not None
+def _has_media(inputs: Any) -> bool:
+    return isinstance(inputs, Mapping) and "input_ids" in inputs and media_of(inputs) is not None
 
 
 def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:

@@ -35,7 +35,7 @@ DERIVED = "The grid follows from the number of tokens and the shape of the pictu
 
 
 @dataclass(frozen=True)
-class Seen:
+class PatchGrid:
     """What one stretch of tokens stands for: an image, a part of one, or a frame of a video.
 
     Args:
@@ -106,27 +106,29 @@ def _of_kind(
     ]
 
 
-def _entries(kind: str, arguments: Any) -> list[Seen]:
+def _entries(kind: str, arguments: Any) -> list[PatchGrid]:
     # What the processor says of the patches of each image, or else its pixels.
     pixels, grid = (arguments.get(name) for name in PIXELS.get(kind, ("", "")))
     if grid is not None:
         sizes = [(int(h), int(w)) for t, h, w in grid.tolist() for _ in range(int(t))]
         frames = [(k, f) for k, (t, _, _) in enumerate(grid.tolist()) for f in range(int(t))]
         named = [f"{kind} {k + 1}" + f", frame {f + 1}" * (kind == "video") for k, f in frames]
-        return [Seen(size, name) for size, name in zip(sizes, named, strict=True)]
+        return [PatchGrid(size, name) for size, name in zip(sizes, named, strict=True)]
     sizes = arguments.get("spatial_shapes")
     if sizes is not None and kind == "image":
-        return [Seen((int(h), int(w)), f"image {k + 1}") for k, (h, w) in enumerate(sizes.tolist())]
+        return [
+            PatchGrid((int(h), int(w)), f"image {k + 1}") for k, (h, w) in enumerate(sizes.tolist())
+        ]
     if kind == "image" and torch.is_tensor(pixels) and pixels.dim() in (4, 5):
         each = pixels.flatten(0, pixels.dim() - 4)  # (n, C, H, W)
         return [
-            Seen((one.shape[1], one.shape[2]), f"image {k + 1}", one, note=DERIVED)
+            PatchGrid((one.shape[1], one.shape[2]), f"image {k + 1}", one, note=DERIVED)
             for k, one in enumerate(each)
         ]
     return []
 
 
-def _divided(entries: Sequence[Seen], count: int) -> tuple[int, list[tuple[int, int]]] | None:
+def _divided(entries: Sequence[PatchGrid], count: int) -> tuple[int, list[tuple[int, int]]] | None:
     # How many patches make one token in each direction, and the grid of tokens of each entry.
     for merged in range(1, max((max(one.size) for one in entries), default=0) + 1):
         grids = [(-(-one.size[0] // merged), -(-one.size[1] // merged)) for one in entries]
@@ -140,8 +142,8 @@ def _divided(entries: Sequence[Seen], count: int) -> tuple[int, list[tuple[int, 
 
 
 def _with_pixels(
-    kind: str, entries: Sequence[Seen], arguments: Any, merged: int, patch: int | None
-) -> list[Seen]:
+    kind: str, entries: Sequence[PatchGrid], arguments: Any, merged: int, patch: int | None
+) -> list[PatchGrid]:
     # The pictures (C, H, W) behind the patches, where their order is known.
     pixels = arguments.get(PIXELS[kind][0])
     if patch is None or not torch.is_tensor(pixels) or any(one.note for one in entries):
@@ -185,10 +187,10 @@ def _patch(model: nn.Module, processor: Any) -> int | None:
     return next((side for side in sides if isinstance(side, int)), None)
 
 
-def _joined(entries: Sequence[Seen], text: TokenizedText) -> list[Seen]:
+def _joined(entries: Sequence[PatchGrid], text: TokenizedText) -> list[PatchGrid]:
     # Parts of one large image, put together, and its thumbnail.
-    found: list[Seen] = []
-    tiles: dict[tuple[int, int], Seen] = {}
+    found: list[PatchGrid] = []
+    tiles: dict[tuple[int, int], PatchGrid] = {}
     number = 0
     for k, one in enumerate(entries):
         first = int(one.tokens.flat[0])
@@ -211,7 +213,7 @@ def _joined(entries: Sequence[Seen], text: TokenizedText) -> list[Seen]:
     return found
 
 
-def _whole(tiles: dict[tuple[int, int], Seen], number: int) -> list[Seen]:
+def _whole(tiles: dict[tuple[int, int], PatchGrid], number: int) -> list[PatchGrid]:
     rows, columns = (max(place[axis] for place in tiles) for axis in (0, 1))
     shapes = {one.tokens.shape for one in tiles.values()}
     if len(tiles) != rows * columns or len(shapes) > 1:

@@ -102,7 +102,7 @@ export class ImagePanel {
       if (grid && values.grid) drawGrid(context, [x, y, width, height], grid[1], grid[2]);
       if (frames > 1) this.#drawNumber(context, frame, x, y);
     }
-    if (this.page.pointed >= 0) this.#outline(context, this.page.pointed);
+    if (this.page.pointed >= 0) this.#framePart(context, this.page.pointed);
   }
 
   // Frames in as many columns as make them largest.
@@ -144,8 +144,8 @@ export class ImagePanel {
     context.fillText(String(frame), x + 4, y + 3);
   }
 
-  #outline(context, part) {
-    for (const cell of this.#cells(part)) outline(context, cell, this.page.colors.focus);
+  #framePart(context, part) {
+    for (const cell of this.#cells(part)) framePart(context, cell, this.page.colors.focus);
   }
 
   #place(part) {
@@ -242,7 +242,7 @@ export function drawGrid(context, [left, top, width, height], rows, columns) {
 }
 
 // The frame of the part that is pointed at.
-export function outline(context, { x, y, width, height }, color) {
+export function framePart(context, { x, y, width, height }, color) {
   context.lineWidth = 4;
   context.strokeStyle = "#fff";
   context.strokeRect(x, y, width, height);

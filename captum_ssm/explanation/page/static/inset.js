@@ -2,11 +2,11 @@
 // the places of tokens are not known, a strip of them.
 import { brush, clamp, element, fill, raster } from "./dom.js";
 import { percent, signed, visible } from "./format.js";
-import { colored, drawGrid, grayed, outline } from "./image.js";
+import { colored, drawGrid, framePart, grayed } from "./image.js";
 
 const INSET_WIDEST = 440;
 const INSET_TALLEST = 360;
-const STRIP = 34;
+const INSET_STRIP = 34;
 
 export class Inset {
   constructor(page, picture, unit) {
@@ -60,7 +60,7 @@ export class Inset {
     context.drawImage(this.overlay, 0, 0, width, height);
     context.globalAlpha = 1;
     if (picture.isGrid && values.grid) drawGrid(context, [0, 0, width, height], picture.rows, picture.columns);
-    if (page.pointed >= 0) this.#outline(context, page.pointed);
+    if (page.pointed >= 0) this.#framePart(context, page.pointed);
     if (this.shown) this.#drawPlain();
   }
 
@@ -80,7 +80,7 @@ export class Inset {
       node.style.height = `${tall}px`;
     };
     if (picture.isGrid) size(canvas, width, (width * down) / across);
-    else size(canvas, room, STRIP);
+    else size(canvas, room, INSET_STRIP);
     if (this.shown) size(this.shown, width / 2, (width * down) / across / 2);
   }
 
@@ -104,9 +104,9 @@ export class Inset {
     return { x, y, width: right - x, height: bottom - y };
   }
 
-  #outline(context, part) {
+  #framePart(context, part) {
     const box = this.#box(part);
-    if (box) outline(context, box, this.page.colors.focus);
+    if (box) framePart(context, box, this.page.colors.focus);
   }
 
   anchor(part) {
