@@ -16,7 +16,10 @@ def qwen() -> tuple[nn.Module, dict[str, Tensor]]:
     _, text = families.SPECS["qwen3_5"]
     vision = families.VISION | dict(patch_size=4, num_position_embeddings=16)
     config = transformers.Qwen3_5Config(
-        text_config=families.SHARED | text, vision_config=vision, image_token_id=30
+        text_config=families.SHARED | text,
+        vision_config=vision,
+        image_token_id=30,
+        video_token_id=32,
     )
     ids = torch.tensor([[1, 2, 30, 30, 30, 30, 4, 5]])
     return transformers.Qwen3_5ForConditionalGeneration(config), {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from captum_ssm import Explanation, InputError, MambaLRP, explain
+from captum_ssm.explanation import Token
 from captum_ssm.explanation.make.inputs.media import media_of
 from captum_ssm.explanation.make.inputs.patches import DERIVED, NOT_KNOWN, placed
-from captum_ssm.explanation.make.inputs.reading import read_ids
+from captum_ssm.explanation.make.inputs.reading import TokenizedText, read_ids
 from captum_ssm.utils.watch_modules import watch_modules
 
 QWEN, LFM2, SOUND = MULTIMODAL
@@ -290,3 +292,101 @@ def test_the_circuit_and_the_lens_know_of_images(reader, processor) -> None:
         plain.answers[0].text,
         pytest.approx(plain.answers[0].logit, rel=1e-4),
     )
+
+
+def patched(image: Tensor, side: int) -> Tensor:
+    """An image ``(3, H, W)`` as SigLIP 2 takes it: patches line by line, channels last."""
+    _, H, W = image.shape
+    cut = image.reshape(3, H // side, side, W // side, side)
+    return cut.permute(1, 3, 2, 4, 0).reshape(-1, side * side * 3)
+
+
+def test_places_of_an_image_by_its_patches(any_model) -> None:
+    model, inputs = any_model
+    if "spatial_shapes" not in inputs:
+        pytest.skip("the processor tells the patches in another way")
+    ids = torch.tensor([[1, *[PLACEHOLDER] * 2, 4]])
+    inputs = {**inputs, "input_ids": ids, "spatial_shapes": torch.tensor([[2, 4]])}
+    inputs["pixel_attention_mask"] = (torch.arange(16) < 8).long()[None]
+    (one,) = explain(model, None, inputs, target=[3]).examples[0].pictures
+    assert one.cells.tolist() == [[1, 2]]
+    before = merged(model, inputs)
+    for k, token in enumerate(one.tokens):
+        pixels = inputs["pixel_values"].clone()
+        pixels[0, 2 * k : 2 * k + 2] += 1  # of the upper line of patches
+        pixels[0, 4 + 2 * k : 6 + 2 * k] += 1
+        after = merged(model, {**inputs, "pixel_values": pixels})
+        assert int((after - before).norm(dim=1).argmax()) == token
+
+
+def test_parts_of_a_large_image_are_put_together() -> None:
+    # As LFM2-VL cuts it: two lines of three parts, of 4 x 4 patches each, and a thumbnail.
+    model, _ = multimodal(LFM2)
+    image = torch.rand(3, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    parts = [
+        image[:, 16 * r : 16 * r + 16, 16 * c : 16 * c + 16] for r in range(2) for c in range(3)
+    ]
+    thumbnail = torch.nn.functional.pad(patched(image[:, ::4, ::4], 4), (0, 0, 0, 10))
+    pixels = torch.stack([*(patched(part, 4) for part in parts), thumbnail])
+    texts = []
+    for r in range(2):
+        for c in range(3):
+            texts += [f"<|img_row_{r + 1}_col_{c + 1}|>", *["<image>"] * 4]
+    texts += ["<|img_thumbnail|>", *["<image>"] * 2, "<|image_end|>"]
+    ids = [PLACEHOLDER if text == "<image>" else 1 for text in texts]
+    tokens = tuple(Token(text, one, 0, 0) for text, one in zip(texts, ids, strict=True))
+    shapes = torch.tensor([[4, 4]] * 6 + [[2, 3]])
+    inputs = {"input_ids": torch.tensor([ids]), "pixel_values": pixels, "spatial_shapes": shapes}
+    media = media_of(inputs)
+    whole, small = placed(TokenizedText("", tokens), media, model, None).media.pictures
+    assert (whole.name, whole.grid) == ("image 1", (4, 6))
+    assert (small.name, small.grid) == ("image 1, thumbnail", (1, 2))
+    assert whole.cells[:2, :4].tolist() == [[1, 2, 6, 7], [3, 4, 8, 9]]
+    assert whole.cells[2, 0] == 16  # of the second line of parts
+    expected = ((image - image.min()) / (image.max() - image.min()) * 255).round()
+    np.testing.assert_allclose(whole.image, expected.permute(1, 2, 0), atol=1)
+    given = replace(media, images=(Image.new("RGB", (480, 320), "red"),))
+    whole, small = placed(TokenizedText("", tokens), given, model, None).media.pictures
+    assert whole.image[0, 0].tolist() == small.image[0, 0].tolist() == [255, 0, 0]
+
+
+def test_frames_of_a_video_are_pictures(reader) -> None:
+    config = reader.config
+    frame = [config.video_token_id] * 4
+    ids = [1, *frame, 2, *frame, 3]
+    inputs = {
+        "input_ids": torch.tensor([ids]),
+        "pixel_values_videos": torch.randn(32, 3 * 2 * 4 * 4),
+        "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        "mm_token_type_ids": torch.tensor([[2 * (one == frame[0]) for one in ids]]),
+    }
+    found = explain(reader, None, inputs, target=[3])
+    pictures = found.examples[0].pictures
+    assert [one.name for one in pictures] == ["video 1, frame 1", "video 1, frame 2"]
+    assert [one.tokens for one in pictures] == [(1, 2, 3, 4), (6, 7, 8, 9)]
+    assert [one.image.shape for one in pictures] == [(16, 16, 3)] * 2
+    relevance = MambaLRP(reader).attribute(inputs, target=3)
+    np.testing.assert_allclose(found.relevance()[:-1], relevance[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_conversation_with_images(reader, processor) -> None:
+    said = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": picture(16, 24)},
+                {"type": "text", "text": "w3"},
+            ],
+        }
+    ]
+    made = processor.apply_chat_template(
+        said, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    found = explain(reader, processor, made, max_new_tokens=2)
+    (one,) = found.examples[0].pictures
+    assert one.grid == (2, 3)
+    assert found.examples[0].prompt == made["input_ids"].shape[1]
+    with pytest.raises(InputError, match="of type 'image'.*processor.apply_chat_template"):
+        explain(reader, processor, messages=said)
+    text = [{"role": "user", "content": "w3 w4"}]
+    assert explain(reader, processor, messages=text, target="w5").examples[0].pictures == ()

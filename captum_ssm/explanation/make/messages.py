@@ -245,7 +245,9 @@ def _part(part: Any, name: str) -> str:
         what = f"of type {kind!r}" if kind != "text" else repr(part)
         raise InputError(
             f"{name} is {what}; expected {{'type': 'text', 'text': ...}}, since a conversation is "
-            "explained by its text alone. Leave images and the like out."
+            "rendered as a text. With images, give what the processor makes of it: "
+            "explain(model, processor, processor.apply_chat_template(messages, tokenize=True, "
+            "return_dict=True, return_tensors='pt', add_generation_prompt=True))."
         )
     return text
 
