@@ -386,7 +386,7 @@ def test_a_conversation_with_images(reader, processor) -> None:
     (one,) = found.examples[0].pictures
     assert one.grid == (2, 3)
     assert found.examples[0].prompt == made["input_ids"].shape[1]
-    with pytest.raises(InputError, match="of type 'image'.*processor.apply_chat_template"):
+    with pytest.raises(InputError, match=r"of type 'image'.*processor\.apply_chat_template"):
         explain(reader, processor, messages=said)
     text = [{"role": "user", "content": "w3 w4"}]
     assert explain(reader, processor, messages=text, target="w5").examples[0].pictures == ()

@@ -5,7 +5,7 @@ import { percent, signed, visible } from "./format.js";
 import { colored, drawGrid, framePart, grayed } from "./image.js";
 
 const INSET_WIDEST = 440;
-const INSET_TALLEST = 360;
+const INSET_TALLEST = { one: 360, all: 190, pair: 220 };
 const INSET_STRIP = 34;
 
 export class Inset {
@@ -74,7 +74,7 @@ export class Inset {
     const { picture, image, canvas } = this;
     const room = Math.min(INSET_WIDEST, this.node.parentElement?.clientWidth ?? INSET_WIDEST);
     const [across, down] = image ? [image.width, image.height] : [picture.columns, picture.rows];
-    const width = Math.min(room, (INSET_TALLEST * across) / down);
+    const width = Math.min(room, (INSET_TALLEST[this.page.state.values.view] * across) / down);
     const size = (node, wide, tall) => {
       node.style.width = `${wide}px`;
       node.style.height = `${tall}px`;

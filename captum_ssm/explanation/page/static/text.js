@@ -111,6 +111,8 @@ export class TextPanel {
     const isFirst = !this.drawn.has(picture);
     if (isFirst) this.drawn.set(picture, new Inset(this.page, picture, this.unit));
     const inset = this.drawn.get(picture);
+    // What follows begins a line, without the space before it.
+    if (this.shapes[end]?.before) this.shapes[end] = { ...this.shapes[end], before: "" };
     return [{ node: isFirst ? inset.node : element("span"), inset: isFirst ? inset : null, isPicture: true, isFull: true,
       parts: [], first, end }];
   }
