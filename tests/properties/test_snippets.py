@@ -28,6 +28,7 @@ matplotlib.use("Agg")
 DOCS = ROOT / "docs"
 MARKED = {
     ("getting_started.md", "not run"),  # a model of the hub
+    ("how_to/images_in_texts.md", "not run"),  # a model of the hub
     ("how_to/large_models.md", "not run"),  # a server
     ("how_to/segmentation.md", "in a checkout"),  # a model that the wheel has no room for
 }
