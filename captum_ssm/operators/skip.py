@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
@@ -97,8 +98,12 @@ class SkipOperator(TokenOperator):
         # The channel mean by row and lag: (B, L, K).
         if self.right is None:
             return self.diagonal @ self._by_lag / self.channels
-        pairs = zip(self._lagged, self._by_lag.mT, strict=True)
-        return torch.stack([(self.diagonal * x) @ tap for x, tap in pairs], -1) / self.channels
+        bands = []
+        for lag, tap in enumerate(self._by_lag.mT):
+            none = min(lag, self.length)  # tokens that have none so far before them
+            read = self.right[:, : self.length - none]
+            bands.append(pad((self.diagonal[:, none:] * read) @ tap, (none, 0)))
+        return torch.stack(bands, -1) / self.channels
 
 
 def _scatter(index: Tensor, band: Tensor) -> Tensor:

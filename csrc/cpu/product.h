@@ -100,27 +100,3 @@ static void multiply(Foreseen& next, int64_t rows, int64_t columns, int64_t coun
     multiply_panel<1>(next, rows, count, a, entries, b + c, b_row, start ? start + c : nullptr, m,
                       to + c, row);
 }
-
-// to[c][i] = from[i][c], in squares of four.
-template <class T>
-NOINLINE void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
-                   int64_t to_row) {
-  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
-  typedef T Loose __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T)), may_alias));
-  for (int64_t i = 0; i < rows; i += 4)
-    for (int64_t c = 0; c < columns; c += 4) {
-      Four x[4], even[2], odd[2];
-      for (int k = 0; k < 4; ++k) x[k] = (Four) * (const Loose*)(from + (i + k) * from_row + c);
-      for (int k = 0; k < 2; ++k) {
-        const Four a = x[2 * k], b = x[2 * k + 1];
-        even[k] = Four{a[0], b[0], a[2], b[2]};
-        odd[k] = Four{a[1], b[1], a[3], b[3]};
-      }
-      const Four first[2] = {even[0], odd[0]}, second[2] = {even[1], odd[1]};
-      for (int k = 0; k < 2; ++k) {
-        const Four a = first[k], b = second[k];
-        *(Loose*)(to + (c + k) * to_row + i) = (Loose)Four{a[0], a[1], b[0], b[1]};
-        *(Loose*)(to + (c + k + 2) * to_row + i) = (Loose)Four{a[2], a[3], b[2], b[3]};
-      }
-    }
-}

@@ -10,10 +10,11 @@
 // A tile left of the diagonal is one such block. A tile on the diagonal is halved down to kBase
 // rows, where the recurrence itself is run, a vector of columns at a time.
 //
-// Most states of most models live for a few hundred tokens at most. Where a state's decay between
-// a stretch of sources and a stretch of rows is no normal number any more, it is zero in the
-// arithmetic here too, and its term is skipped: the inner indices of a block are put in the order
-// in which they die with distance, so that what is alive between two stretches is a prefix.
+// Most states of most models live for a few hundred tokens at most. Between a stretch of sources
+// and a stretch of rows, terms are skipped that are too small to change a digit of any entry there:
+// below 2^-kFaint of one that is in all of them, by bounds of the factors and by the decays. The
+// inner indices of a block are put in the order in which they die with distance, so that what is
+// alive between two stretches is a prefix.
 
 constexpr int64_t kBase = 32;  // rows of a triangle that is not halved further; lanes divide it
 constexpr int64_t kWorthwhile = 128;  // rows from which on a block looks for states that die
@@ -21,7 +22,13 @@ constexpr int64_t kLifetimes = 32;    // classes of them
 
 // The logarithm of the smallest normal number: powers of two below it are zero.
 template <class T>
-constexpr double kGone = sizeof(T) == 4 ? -126 : -1022;
+constexpr T kGone = sizeof(T) == 4 ? -126 : -1022;
+
+// The digits of a number, and 12 more for terms that are many.
+template <class T>
+constexpr T kFaint = sizeof(T) == 4 ? 36 : 65;
+template <class T>
+constexpr T kNone = T(-1e30);  // the size of nothing
 
 template <class T>
 constexpr int64_t kPanel = kColumnVectors * lanes<T>;  // columns of a micro tile
@@ -46,17 +53,25 @@ struct TileScratch {
   T* B;       // (N, stride) of the positions of sources, for one group
   T* C;       // (N, stride) of the positions of rows, for one group
   T* x;       // (stride) exponents of one channel
-  T* lines;   // (N, line()) the states of a panel before their taps are folded in
+  T* lines;   // (line()) a state of a panel before its taps are folded in
   T* square;  // (kBase, pitch) a triangle's maps of one channel before its taps are folded in
   T* decay;   // (N, kBase) each: the coefficients of a triangle
   T* leave;
   double* row_stretch;     // (channels, stretches()) sums of dt over stretches of kBase rows
   double* source_stretch;  // the same of sources
   double* gap;             // (channels) sums of dt between a tile's sources and its rows
-  double* row_distance;    // (channels, stretches()) from the boundary to the stretch
-  double* source_distance;  // from the stretch, and what its taps bring, to the boundary
-  double* rates;            // (inner) of the states in use, in powers of two
-  int32_t* channel;         // (inner) their channels
+  double* far;             // (channels) sums of dt from the first source to the last row
+  T* left_size;      // (channels, stretches()) the sizes of left, in powers of two
+  T* right_size;     // (channels, stretches()) those of right
+  T* C_size;         // (stretches(), N)
+  T* B_size;         // (stretches(), N)
+  T* rates;          // (inner) of decay, in powers of two
+  T* row_near;       // (stretches(), inner) the size of a state's factor in the first of the rows,
+  T* row_far;        // and in the last one
+  T* source_near;    // (stretches(), inner) likewise, the nearest and the farthest of the sources
+  T* source_far;
+  T* after_slot;     // (inner) a state's slot, plus one
+  T* largest;        // (stretches(), stretches()) of rows and sources: a term in all entries
   int32_t* slot;            // (channels, N) position of a state among those in use, or -1
   int32_t* alive;           // (stretches(), stretches()) how many are, by rows and sources
   int64_t used;             // how many states of a block are in use
@@ -87,7 +102,7 @@ struct TileScratch {
     B = parts.take(m.N * stride);
     C = parts.take(m.N * stride);
     x = parts.take(stride);
-    lines = parts.take(m.conv ? m.N * line(m.reach()) : 0);
+    lines = parts.take(m.conv ? line(m.reach()) : 0);
     square = parts.take(m.conv ? kBase * pitch(m.reach()) : 0);
     decay = parts.take(m.N * kBase);
     leave = parts.take(m.N * kBase);
@@ -95,10 +110,18 @@ struct TileScratch {
     row_stretch = (double*)parts.take(per * channels * stretches());
     source_stretch = (double*)parts.take(per * channels * stretches());
     gap = (double*)parts.take(per * channels);
-    row_distance = (double*)parts.take(per * channels * stretches());
-    source_distance = (double*)parts.take(per * channels * stretches());
-    rates = (double*)parts.take(per * inner);
-    channel = (int32_t*)parts.take(inner);
+    far = (double*)parts.take(per * channels);
+    left_size = parts.take(channels * stretches());
+    right_size = parts.take(channels * stretches());
+    C_size = parts.take(stretches() * m.N);
+    B_size = parts.take(stretches() * m.N);
+    rates = parts.take(whole_inner());
+    row_near = parts.take(stretches() * whole_inner());
+    row_far = parts.take(stretches() * whole_inner());
+    source_near = parts.take(stretches() * whole_inner());
+    source_far = parts.take(stretches() * whole_inner());
+    after_slot = parts.take(whole_inner());
+    largest = parts.take(stretches() * stretches());
     slot = (int32_t*)parts.take(inner);
     alive = (int32_t*)parts.take(stretches() * stretches());
     total = parts.total;
@@ -108,19 +131,69 @@ struct TileScratch {
   int64_t pitch(int64_t reach) const { return kBase + 2 * pad(reach); }
   int64_t line(int64_t reach) const { return stride + 2 * round_up(reach, kPanel<T>); }
   int64_t stretches() const { return stride / kBase + 1; }
+  int64_t whole_inner() const { return round_up(inner, lanes<T>); }
 };
 
 // to[k][i] = from[i][k], zero for positions from `count` up to `padded`.
 template <class T>
 INLINE void transpose(const T* from, int64_t ld, int64_t count, int64_t padded, int64_t width,
                       T* to, int64_t stride) {
-  for (int64_t i0 = 0; i0 < count; i0 += 16) {
-    const int64_t i1 = smaller(i0 + 16, count);
-    for (int64_t k = 0; k < width; ++k)
-      for (int64_t i = i0; i < i1; ++i) to[k * stride + i] = from[i * ld + k];
-  }
+  const int64_t squares = width / 4 * 4, whole = count / 4 * 4;
+  turn(from, ld, whole, squares, to, stride);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t k = i < whole ? squares : 0; k < width; ++k) to[k * stride + i] = from[i * ld + k];
   for (int64_t k = 0; k < width; ++k)
     for (int64_t i = count; i < padded; ++i) to[k * stride + i] = 0;
+}
+
+// The size of the largest of `count` numbers: a power of two above it, by its logarithm.
+template <class T>
+INLINE T size_of(const T* x, int64_t count) {
+  typedef typename std::conditional<sizeof(T) == 4, uint32_t, uint64_t>::type Number;
+  typedef Number Bits __attribute__((may_alias));
+  constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
+  Number most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Number bits = ((const Bits*)x)[i] & (Number(-1) >> 1);
+    most = bits > most ? bits : most;
+  }
+  return T(int64_t(most >> kMantissa)) + kGone<T>;
+}
+
+// Bounds the steps of four channels from k on (or fewer) in the stretch at b, and sums them.
+template <bool rows, bool sources, class T>
+static void sum_steps(TileScratch<T>& s, int64_t k, int64_t count, int64_t b) {
+  typedef double Sums __attribute__((vector_size(4 * sizeof(double))));
+  T steps[4 * kBase] = {}, sums[4 * kBase];
+  const int64_t some = smaller(4, count - k), stretch = k * s.stretches() + b / kBase;
+  T* dt = s.dt + k * s.stride + b;
+  for (int64_t c = 0; c < some; ++c)
+    for (int64_t i = 0; i < kBase; ++i) dt[c * s.stride + i] = clamp_step(dt[c * s.stride + i]);
+  for (int64_t c = 0; c < some; ++c)
+    for (int64_t i = 0; i < kBase; ++i) steps[4 * i + c] = dt[c * s.stride + i];
+  auto step = [&](int64_t i) INLINE_LAMBDA {
+    const T* x = steps + 4 * i;
+    return Sums{double(x[0]), double(x[1]), double(x[2]), double(x[3])};
+  };
+  auto put = [&](const Sums& sum, int64_t i) INLINE_LAMBDA {
+    for (int64_t c = 0; c < 4; ++c) sums[4 * i + c] = T(sum[c]);
+  };
+  auto keep = [&](T* to) INLINE_LAMBDA {
+    if (some == 4) return turn(sums, 4, kBase, 4, to + k * s.stride + b, s.stride);
+    for (int64_t c = 0; c < some; ++c)
+      for (int64_t i = 0; i < kBase; ++i) to[(k + c) * s.stride + b + i] = sums[4 * i + c];
+  };
+  Sums all{};
+  for (int64_t i = 0; i < kBase; ++i) put(all += step(i), i);
+  if (rows) keep(s.before);
+  for (int64_t c = 0; c < some; ++c) {
+    if (rows) s.row_stretch[stretch + c * s.stretches()] = all[c];
+    if (sources) s.source_stretch[stretch + c * s.stretches()] = all[c];
+  }
+  if (!sources) return;
+  Sums later{};
+  for (int64_t i = kBase - 1; i >= 0; --i) put(later, i), later += step(i);
+  keep(s.after);
 }
 
 // Reads positions [p0, p1) of channels [d0, d0 + count), as rows, as sources or as both, and sums
@@ -134,23 +207,14 @@ static void read_positions(const Maps<T>& m, int64_t p0, int64_t p1, int64_t d0,
     transpose(m.right + p0 * m.D + d0, m.D, length, padded, count, s.right, s.stride);
   if (rows && m.left)
     transpose(m.left + p0 * m.D + d0, m.D, length, padded, count, s.left, s.stride);
-  for (int64_t k = 0; k < count; ++k) {
-    T* dt = s.dt + k * s.stride;
-    T* before = s.before + k * s.stride;
-    T* after = s.after + k * s.stride;
-    for (int64_t i = 0; i < padded; ++i) dt[i] = clamp_step(dt[i]);
+  for (int64_t k = 0; k < count; k += 4)
+    for (int64_t b = 0; b < padded; b += kBase) sum_steps<rows, sources>(s, k, count, b);
+  for (int64_t k = 0; k < count; ++k)
     for (int64_t b = 0; b < padded; b += kBase) {
-      double forth = 0, back = 0;
-      for (int64_t i = 0; i < kBase; ++i) {
-        forth += dt[b + i];
-        if (rows) before[b + i] = T(forth);
-        if (sources) after[b + kBase - 1 - i] = T(back);
-        back += dt[b + kBase - 1 - i];
-      }
-      if (rows) s.row_stretch[k * s.stretches() + b / kBase] = forth;
-      if (sources) s.source_stretch[k * s.stretches() + b / kBase] = forth;
+      const int64_t stretch = k * s.stretches() + b / kBase;
+      if (rows) s.left_size[stretch] = m.left ? size_of(s.left + k * s.stride + b, kBase) : 0;
+      if (sources) s.right_size[stretch] = size_of(s.right + k * s.stride + b, kBase);
     }
-  }
 }
 
 // Reads the factors of a tile's columns, and of those that its sources reach to the left of it.
@@ -180,94 +244,152 @@ static void use_all(TileScratch<T>& s, int64_t inner, int64_t rows, int64_t sour
   for (int64_t x = 0; x < rows / kBase * s.stretches(); ++x) s.alive[x] = int32_t(inner);
 }
 
-// Finds which states of channels [d0, d0 + count) are in use between the rows [r0, r1) and the
-// sources [c0, c1) of the scratch, multiples of kBase, with s.gap between them; all of them, in
-// their own order, where none dies on the way.
-template <class T>
-static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count, int64_t r0,
-                       int64_t r1, int64_t c0, int64_t c1) {
-  const int64_t row_count = (r1 - r0) / kBase, source_count = (c1 - c0) / kBase;
-  const int64_t stretches = s.stretches(), inner = count * m.N;
-  s.nearest = source_count - 1;
-  // The taps bring to a stretch of columns the sources up to reach() to the right of it.
-  const int64_t ahead = round_up(m.reach(), kBase) / kBase;
-  for (int64_t k = 0; k < count; ++k) {
-    double sum = 0;
-    for (int64_t b = 0; b < row_count; ++b) {
-      s.row_distance[k * stretches + b] = sum;
-      sum += s.row_stretch[k * stretches + r0 / kBase + b];
-    }
-    sum = s.gap[k];
-    for (int64_t b = source_count - 1; b >= 0; --b) {
-      s.source_distance[k * stretches + b] = sum;
-      if (b + ahead < source_count)
-        sum += s.source_stretch[k * stretches + c0 / kBase + b + ahead];
-    }
-  }
-
-  int64_t size[kLifetimes + 1] = {};
-  for (int64_t k = 0; k < count; ++k) {
-    const double far = s.source_distance[k * stretches] +
-                       s.row_distance[k * stretches + row_count - 1];
-    for (int64_t n = 0; n < m.N; ++n) {
-      const double rate = m.A[(d0 + k) * m.N + n] * kLog2e<double>;
-      int64_t lifetime = 0;
-      if (rate * s.gap[k] < kGone<T>)
-        lifetime = kLifetimes;
-      else if (rate * far < kGone<T>)
-        lifetime = 1 + int64_t((1 - kGone<T> / (rate * far)) * (kLifetimes - 2));
-      s.slot[k * m.N + n] = int32_t(lifetime);
-      ++size[lifetime];
-    }
-  }
-  if (size[0] == inner) return use_all(s, inner, r1 - r0, c1 - c0);
-  s.used = inner - size[kLifetimes];
-  int32_t* alive = s.alive;
-  int64_t next[kLifetimes] = {};
-  for (int64_t x = 1; x < kLifetimes; ++x) next[x] = next[x - 1] + size[x - 1];
-  for (int64_t k = 0; k < count; ++k)
-    for (int64_t n = 0; n < m.N; ++n) {
-      int32_t& slot = s.slot[k * m.N + n];
-      if (slot == kLifetimes) {
-        slot = -1;
-        continue;
-      }
-      slot = int32_t(next[slot]++);
-      s.rates[slot] = m.A[(d0 + k) * m.N + n] * kLog2e<double>;
-      s.channel[slot] = int32_t(k);
-    }
-  // The nearest first: what is dead there is dead farther away.
-  for (int64_t r = 0; r < row_count; ++r)
-    for (int64_t c = source_count - 1; c >= 0; --c) {
-      int64_t living = c + 1 < source_count ? alive[r * stretches + c + 1] : s.used;
-      if (r > 0) living = smaller(living, alive[(r - 1) * stretches + c]);
-      while (living > 0) {
-        const int64_t at = s.channel[living - 1] * stretches;
-        const double distance = s.row_distance[at + r] + s.source_distance[at + c];
-        if (!(s.rates[living - 1] * distance < kGone<T>)) break;
-        --living;
-      }
-      alive[r * stretches + c] = int32_t(living);
-    }
-}
-
 // Has s.B, s.C hold the coefficients of the group of channel d.
 template <class T>
 INLINE void need_group(const Maps<T>& m, int64_t d, const T* from, int64_t p0, int64_t p1,
-                       int64_t stride, int64_t& held, T* to) {
+                       int64_t stride, int64_t& held, T* to, T* size) {
   const int64_t group = m.group(d);
   if (group == held) return;
   held = group;
   transpose(from + (p0 * m.G + group) * m.N, m.G * m.N, p1 - p0, round_up(p1 - p0, kBase), m.N, to,
             stride);
+  for (int64_t b = 0; b < p1 - p0; b += kBase)
+    for (int64_t n = 0; n < m.N; ++n)
+      size[b / kBase * m.N + n] = size_of(to + n * stride + b, kBase);
 }
 template <class T>
 static void need_B(const Maps<T>& m, TileScratch<T>& s, int64_t d) {
-  need_group(m, d, m.B, s.sources_from, s.sources_to, s.stride, s.group_B, s.B);
+  need_group(m, d, m.B, s.sources_from, s.sources_to, s.stride, s.group_B, s.B, s.B_size);
 }
 template <class T>
 static void need_C(const Maps<T>& m, TileScratch<T>& s, int64_t d) {
-  need_group(m, d, m.C, s.rows_from, s.rows_to, s.stride, s.group_C, s.C);
+  need_group(m, d, m.C, s.rows_from, s.rows_to, s.stride, s.group_C, s.C, s.C_size);
+}
+
+// Bounds of the factors of each state in stretches of rows: of the first row, and of the last one.
+template <class T>
+static void bound_rows(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count, int64_t r0,
+                       int64_t stretches) {
+  for (int64_t k = 0; k < count; ++k) {
+    need_C(m, s, d0 + k);
+    const T* rates = s.rates + k * m.N;
+    double sum = 0;
+    for (int64_t b = 0; b < stretches; ++b) {
+      const int64_t at = k * s.stretches() + r0 + b, to = b * s.whole_inner() + k * m.N;
+      const T near = T(sum), far = T(sum += s.row_stretch[at]), left = s.left_size[at];
+      const T* C = s.C_size + (r0 + b) * m.N;
+      for (int64_t n = 0; n < m.N; ++n) {
+        s.row_near[to + n] = C[n] + left + rates[n] * near;
+        s.row_far[to + n] = C[n] + left + rates[n] * far;
+      }
+    }
+  }
+}
+
+// Bounds of the factors of each state in stretches of columns: of the nearest source, which may be
+// one that the taps bring, and of the farthest one.
+template <class T>
+static void bound_columns(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count,
+                          int64_t c0, int64_t stretches, int64_t sources) {
+  const int64_t ahead = round_up(m.reach(), kBase) / kBase;
+  for (int64_t k = 0; k < count; ++k) {
+    need_B(m, s, d0 + k);
+    const T* rates = s.rates + k * m.N;
+    const T* columns = columns_of(m, s, k);
+    const T taps = m.conv ? size_of(m.conv + (d0 + k) * m.K, m.K) : T(0);
+    double sum = s.gap[k], nearest = sum;
+    for (int64_t b = sources - 1; b >= 0; --b) {
+      const int64_t at = k * s.stretches() + c0 + b, last = smaller(ahead, sources - 1 - b);
+      if (b + ahead + 1 < sources) nearest += s.source_stretch[at + ahead + 1];
+      sum += s.source_stretch[at];
+      if (b >= stretches) continue;
+      const int64_t pad = b ? 0 : s.pad(m.reach()), to = b * s.whole_inner() + k * m.N;
+      T right = taps + (columns ? size_of(columns + (c0 + b) * kBase - pad, kBase + pad) : 0);
+      T most = s.right_size[at];
+      for (int64_t x = 1; x <= last; ++x) most = larger(most, s.right_size[at + x]);
+      right += most;
+      for (int64_t n = 0; n < m.N; ++n) {
+        const T* B = s.B_size + (c0 + b) * m.N + n;
+        T size = B[0];
+        for (int64_t x = 1; x <= last; ++x) size = larger(size, B[x * m.N]);
+        s.source_near[to + n] = size + right + rates[n] * T(nearest);
+        s.source_far[to + n] = size + right + rates[n] * T(sum);
+      }
+    }
+  }
+}
+
+// Puts the states of some channels in the order in which they die, the longest lived first.
+template <class T>
+static void order_states(const Maps<T>& m, TileScratch<T>& s, int64_t count) {
+  int64_t next[kLifetimes + 1] = {};
+  for (int64_t x = 0; x < count * m.N; ++x) {
+    const double decay = -s.rates[x] * s.far[x / m.N];
+    s.slot[x] = decay > kFaint<T> ? int32_t((1 - kFaint<T> / decay) * (kLifetimes - 1)) : 0;
+    ++next[s.slot[x] + 1];
+  }
+  for (int64_t x = 1; x < kLifetimes; ++x) next[x] += next[x - 1];
+  for (int64_t x = 0; x < count * m.N; ++x) s.slot[x] = int32_t(next[s.slot[x]]++);
+  for (int64_t x = 0; x < s.whole_inner(); ++x)
+    s.after_slot[x] = x < count * m.N ? T(s.slot[x] + 1) : T(0);
+}
+
+// How many states are in use between a stretch of rows and one of columns.
+template <class T>
+INLINE int32_t alive_between(TileScratch<T>& s, int64_t r, int64_t c, int64_t inner, T& largest) {
+  const T* row = s.row_far + r * s.whole_inner();
+  const T* source = s.source_far + c * s.whole_inner();
+  Vec<T> most = splat(largest);
+  for (int64_t x = 0; x < inner; x += lanes<T>) {
+    const Vec<T> size = load(row + x) + load(source + x);
+    most = size > most ? size : most;
+  }
+  largest = most_of<T>(most);
+  const Vec<T> limit = splat(larger(largest - kFaint<T>, kGone<T>));
+  row = s.row_near + r * s.whole_inner(), source = s.source_near + c * s.whole_inner();
+  Vec<T> last{};
+  for (int64_t x = 0; x < inner; x += lanes<T>) {
+    const Vec<T> slot = load(s.after_slot + x);
+    last = load(row + x) + load(source + x) < limit ? last : slot > last ? slot : last;
+  }
+  return int32_t(most_of<T>(last));
+}
+
+// Finds which states of channels [d0, d0 + count) are in use between the rows [r0, r1) and the
+// columns [c0, c0 + width), with sources up to c1: positions of the scratch, multiples of kBase,
+// with s.gap between them.
+template <class T>
+static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count, int64_t r0,
+                       int64_t r1, int64_t c0, int64_t c1, int64_t width) {
+  const int64_t rows = (r1 - r0) / kBase, sources = (c1 - c0) / kBase, columns = width / kBase;
+  const int64_t stretches = s.stretches(), inner = count * m.N;
+  s.nearest = sources - 1;
+  for (int64_t k = 0; k < count; ++k) {
+    s.far[k] = s.gap[k];
+    for (int64_t b = 0; b < rows; ++b) s.far[k] += s.row_stretch[k * stretches + r0 / kBase + b];
+    for (int64_t b = 0; b < sources; ++b)
+      s.far[k] += s.source_stretch[k * stretches + c0 / kBase + b];
+  }
+  for (int64_t x = 0; x < inner; ++x) s.rates[x] = m.A[d0 * m.N + x] * kLog2e<T>;
+  for (int64_t b = 0; b < stretches; ++b)  // what fills the last vector is no term
+    for (int64_t x = inner; x < s.whole_inner(); ++x)
+      s.row_far[b * s.whole_inner() + x] = s.source_far[b * s.whole_inner() + x] = kNone<T>;
+  order_states(m, s, count);
+  bound_rows(m, s, d0, count, r0 / kBase, rows);
+  bound_columns(m, s, d0, count, c0 / kBase, columns, sources);
+  s.used = 0;
+  // The farthest first: what is alive there is in use nearer, too.
+  for (int64_t r = rows - 1; r >= 0; --r)
+    for (int64_t c = 0; c < sources; ++c) {
+      int32_t* alive = s.alive + r * stretches + c;
+      T* largest = s.largest + (r0 / kBase + r) * stretches + c0 / kBase + c;
+      *alive = c < columns ? alive_between(s, r, c, inner, *largest) : 0;
+      if (r + 1 < rows) *alive = larger(*alive, alive[stretches]);
+      if (c > 0) *alive = larger(*alive, alive[-1]);
+      s.used = larger(s.used, *alive);
+    }
+  for (int64_t x = 0; x < inner; ++x)
+    if (s.slot[x] >= s.used) s.slot[x] = -1;
 }
 
 template <class T>
@@ -363,10 +485,15 @@ struct Taps {
     for (int64_t q = 1; q <= reach; ++q) v += splat(last[-q]) * load(line + q);
     return v;
   }
-  // The same times the factors of these columns, where there are any.
-  INLINE Vec<T> gather(const T* line, const T* columns) const {
-    const Vec<T> v = gather(line);
-    return columns ? v * load(columns) : v;
+  // A line that comes in whole vectors: a load across two stores that are under way would stall.
+  static constexpr bool kShifts = kReach >= 0 && kReach <= lanes<T>;
+  INLINE Vec<T> gather(Vec<T> here, Vec<T> next) const {
+    Vec<T> v = first[0] * here;
+    if constexpr (kReach > 0) v += first[1] * shifted<1, T>(here, next);
+    if constexpr (kReach > 1) v += first[2] * shifted<2, T>(here, next);
+    if constexpr (kReach > 2) v += first[3] * shifted<3, T>(here, next);
+    static_assert(kReach <= 3);
+    return v;
   }
 };
 
@@ -401,30 +528,37 @@ static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int
     return;
   }
   const Taps<kReach, T> taps(m, d);
-  const int64_t pad = narrow * W, line = s.line(reach);
+  const int64_t pad = narrow * W, wide = round_up(width, kPanel<T>);
   const T* columns = m.columns ? columns_of(m, s, k) + lo : nullptr;
   for (int64_t n = 0; n < m.N; ++n) {
     if (slot[n] < 0) continue;
     const Vec<T> a = rate(m, d, n);
-    const T* b = s.B + n * s.stride;
-    // Sources left of lo and from hi on are none of this block's.
-    T* to = s.lines + n * line + pad;
-    for (int64_t x = -pad; x < 0; x += W) store(to + x, Vec<T>{});
-    for (int64_t x = first_alive(s, slot[n]); x < top - lo; x += W)
-      store(to + x, exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x));
-    for (int64_t x = hi - lo; x < round_up(width, kPanel<T>) + reach; ++x) to[x] = 0;
-  }
-  // Apart from the first loop: a load across two stores that are still under way stalls.
-  for (int64_t n = 0; n < m.N; ++n) {
-    if (slot[n] < 0) continue;
-    const T* from = s.lines + n * line + pad;
+    const T* b = s.B + n * s.stride + lo;
     const int64_t first = first_alive(s, slot[n]);
-    auto gathered = [&](int64_t x)
-                        INLINE_LAMBDA { return taps.gather(from + x, columns ? columns + x : nullptr); };
-    for (int64_t x = first ? 0 : -pad; x < 0; x += W)
-      store(s.Q + (x + pad) * s.used + slot[n] * W, gathered(x));
-    for (int64_t x = first; x < round_up(width, kPanel<T>); x += W)
-      store(columns_at(s, narrow, x + pad) + slot[n] * kPanel<T>, gathered(x));
+    // Sources left of lo and from hi on are none of this block's.
+    auto source = [&](int64_t x) INLINE_LAMBDA {
+      return x < 0 || x >= top - lo
+                 ? Vec<T>{}
+                 : exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + x);
+    };
+    auto put = [&](int64_t x, Vec<T> v) INLINE_LAMBDA {
+      if (columns) v *= load(columns + x);
+      store(x < 0 ? s.Q + (x + pad) * s.used + slot[n] * W
+                  : columns_at(s, narrow, x + pad) + slot[n] * kPanel<T>, v);
+    };
+    const int64_t begin = first ? first : -pad;
+    if constexpr (Taps<kReach, T>::kShifts) {
+      Vec<T> here = source(begin);
+      for (int64_t x = begin; x < wide; x += W) {
+        const Vec<T> next = source(x + W);
+        put(x, taps.gather(here, next));
+        here = next;
+      }
+    } else {
+      T* to = s.lines + pad;
+      for (int64_t x = begin; x < wide + round_up(reach, W); x += W) store(to + x, source(x));
+      for (int64_t x = begin; x < wide; x += W) put(x, taps.gather(to + x));
+    }
   }
 }
 
@@ -439,22 +573,24 @@ static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_
     columns_panel_of<-1>(m, s, d, k, lo, hi, narrow, width);
 }
 
-// out[r][c] += sum over k of P[k][r] Q[k][c], for kRows rows and NV vectors of columns.
-template <int NV, class T>
-INLINE void micro(const T* P, const T* Q, int64_t inner, T* out) {
-  constexpr int64_t W = lanes<T>;
-  Vec<T> acc[kRows][NV];
+// out[r][c] += sum over k of P[k][r] Q[k][c], for kRows rows and NV vectors of columns, `step`
+// elements of Q apart for each k.
+template <class V, int NV, class T>
+INLINE void micro(const T* P, const T* Q, int64_t step, int64_t inner, T* out) {
+  constexpr int64_t W = sizeof(V) / sizeof(T);
+  typedef T Loose __attribute__((vector_size(sizeof(V)), aligned(sizeof(T)), may_alias));
+  V acc[kRows][NV];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[r][v] = Vec<T>{};
+    for (int v = 0; v < NV; ++v) acc[r][v] = V{};
   for (int64_t k = 0; k < inner; ++k) {
-    Vec<T> q[NV];
+    V q[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) q[v] = load(Q + (k * NV + v) * W);
+    for (int v = 0; v < NV; ++v) q[v] = (V) * (const Loose*)(Q + k * step + v * W);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec<T> p = splat(P[k * kRows + r]);
+      const V p = P[k * kRows + r] - V{};
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) acc[r][v] += p * q[v];
     }
@@ -463,8 +599,8 @@ INLINE void micro(const T* P, const T* Q, int64_t inner, T* out) {
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      T* o = out + r * kPanel<T> + v * W;
-      store(o, load(o) + acc[r][v]);
+      Loose* o = (Loose*)(out + r * kPanel<T> + v * W);
+      *o = (Loose)((V)*o + acc[r][v]);
     }
 }
 
@@ -475,23 +611,32 @@ INLINE T* sum_at(const TileScratch<T>& s, int64_t r, int64_t x) {
 }
 
 // Multiplies `rows` rows of P with Q, columns from x on, into rows from r on: of each pair of
-// stretches the states alive between them.
+// stretches the states alive between them. Taps bring sources to the last `reach` of the narrow
+// columns.
 template <class T>
-NOINLINE void product(TileScratch<T>& s, int64_t r, int64_t rows, int64_t x, int64_t narrow,
-                      int64_t width) {
+NOINLINE void product(TileScratch<T>& s, int64_t r, int64_t rows, int64_t x, int64_t reach,
+                      int64_t narrow, int64_t width) {
   constexpr int64_t W = lanes<T>;
   static_assert(kBase % kPanel<T> == 0, "a panel of columns lies in one stretch");
   const int64_t stretches = s.stretches();
+  typedef T Half __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES / 2)));
   for (int64_t c = 0; c < narrow; ++c)
     for (int64_t i = 0; i < rows; i += kRows)
-      if (const int64_t living = s.alive[i / kBase * stretches])
-        micro<1>(s.P + i * s.used, s.Q + c * W * s.used, living, sum_at(s, r + i, x + c * W));
+      if (const int64_t living = s.alive[i / kBase * stretches]) {
+        const T* P = s.P + i * s.used;
+        const T* Q = s.Q + c * W * s.used;
+        T* out = sum_at(s, r + i, x + c * W);
+        if (narrow == 1 && reach <= W / 2)
+          micro<Half, 1>(P, Q + W / 2, W, living, out + W / 2);
+        else
+          micro<Vec<T>, 1>(P, Q, W, living, out);
+      }
   const T* Q = s.Q + narrow * W * s.used;
   for (int64_t c = 0; c < width; c += kPanel<T>)
     for (int64_t i = 0; i < rows; i += kRows)
       if (const int64_t living = s.alive[i / kBase * stretches + c / kBase])
-        micro<kColumnVectors>(s.P + i * s.used, Q + c * s.used, living,
-                              sum_at(s, r + i, x + narrow * W + c));
+        micro<Vec<T>, kColumnVectors>(s.P + i * s.used, Q + c * s.used, kPanel<T>, living,
+                                      sum_at(s, r + i, x + narrow * W + c));
 }
 
 // The recurrence over the kBase rows of a triangle, NB states of it, for the lanes of columns from
@@ -551,10 +696,16 @@ static void fold_triangle(const Maps<T>& m, const TileScratch<T>& s, int64_t d, 
   const T* columns = columns_of(m, s, k);
   for (int64_t x = -pad; x < kBase; x += W) {
     T* out = sum_at(s, p, s.extra + p + x);
-    const T* factors = columns ? columns + p + x : nullptr;
-    for (int64_t i = larger(x, 0); i < kBase; ++i)
-      store(out + i * kPanel<T>,
-            load(out + i * kPanel<T>) + taps.gather(s.square + i * pitch + pad + x, factors));
+    const Vec<T> factors = columns ? load(columns + p + x) : splat(T(1));
+    for (int64_t i = larger(x, 0); i < kBase; ++i) {
+      const T* from = s.square + i * pitch + pad + x;
+      Vec<T> v;
+      if constexpr (Taps<kReach, T>::kShifts)
+        v = taps.gather(load(from), load(from + W));
+      else
+        v = taps.gather(from);
+      store(out + i * kPanel<T>, load(out + i * kPanel<T>) + v * factors);
+    }
   }
 }
 
@@ -604,14 +755,15 @@ static void halve(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count
   const int64_t middle = lo + half;
   const int64_t narrow = s.pad(m.reach()) / lanes<T>;
   if (half >= kWorthwhile)
-    find_alive(m, s, d0, count, middle, hi, lo, middle);
+    find_alive(m, s, d0, count, middle, hi, lo, middle, half);
   else
     use_all(s, count * m.N, hi - middle, half);
   for (int64_t k = 0; k < count; ++k) {
     rows_panel(m, s, d0 + k, k, middle, hi);
     columns_panel(m, s, d0 + k, k, lo, middle, narrow, half);
   }
-  product(s, middle, hi - middle, s.extra + lo - narrow * lanes<T>, narrow, half);
+  product(s, middle, hi - middle, s.extra + lo - narrow * lanes<T>, m.reach(),
+          narrow, half);
   halve(m, s, d0, count, lo, middle);
   halve(m, s, d0, count, middle, hi);
 }
@@ -648,6 +800,7 @@ template <class T>
 static void clear_sum(const TileScratch<T>& s, const Tile& t) {
   const int64_t used = round_up(s.extra + t.c1 - t.c0, kPanel<T>);
   for (int64_t k = 0; k < s.size * used; k += lanes<T>) store(s.sum + k, Vec<T>{});
+  for (int64_t k = 0; k < s.stretches() * s.stretches(); ++k) s.largest[k] = kNone<T>;
 }
 
 // Adds channels [d0, d0 + count) of a tile to the scratch's sum; all of them fit in one chunk.
@@ -666,13 +819,14 @@ static void add_channels(const Maps<T>& m, TileScratch<T>& s, const Tile& t, con
   read_positions<true, false>(m, t.r0, t.r1, d0, count, s);
   read_positions<false, true>(m, s.sources_from, s.sources_to, d0, count, s);
   sum_between(m, between, s.sources_to, t.r0, d0, count, s.gap);
-  find_alive(m, s, d0, count, 0, round_up(rows, kBase), 0, round_up(sources, kBase));
+  find_alive(m, s, d0, count, 0, round_up(rows, kBase), 0, round_up(sources, kBase),
+             round_up(t.c1 - t.c0, kBase));
   if (s.used == 0) return;
   for (int64_t k = 0; k < count; ++k) {
     rows_panel(m, s, d0 + k, k, 0, rows);
     columns_panel(m, s, d0 + k, k, 0, sources, 0, t.c1 - t.c0);
   }
-  product(s, 0, round_up(rows, kRows), s.extra, 0, t.c1 - t.c0);
+  product(s, 0, round_up(rows, kRows), s.extra, 0, 0, t.c1 - t.c0);
 }
 
 // Adds one row of the scratch's sum, scaled, to a row of L; or writes it where it is the first

@@ -4,6 +4,10 @@
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+template <class T>
+INLINE T larger(T a, T b) {
+  return a > b ? a : b;
+}
 
 template <class T>
 struct VecOf;
@@ -54,6 +58,38 @@ INLINE T total(Vec<T> v) {
   for (int64_t half = lanes<T> / 2; half; half /= 2)
     for (int64_t k = 0; k < half; ++k) part[k] += part[k + half];
   return part[0];
+#endif
+}
+
+template <class T>
+INLINE T most_of(Vec<T> v) {
+#if CAPTUM_SSM_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4)
+    return _mm512_reduce_max_ps((__m512)v);
+  else
+    return _mm512_reduce_max_pd((__m512d)v);
+#else
+  T part[lanes<T>];
+  store(part, v);
+  for (int64_t half = lanes<T> / 2; half; half /= 2)
+    for (int64_t k = 0; k < half; ++k) part[k] = larger(part[k], part[k + half]);
+  return part[0];
+#endif
+}
+
+// The lanes from kBy <= lanes on of two vectors, one after the other.
+template <int kBy, class T>
+INLINE Vec<T> shifted(Vec<T> v, Vec<T> next) {
+  typename VecOf<T>::bits at;
+#pragma GCC unroll 16
+  for (int k = 0; k < lanes<T>; ++k) at[k] = k + kBy;
+#if defined(__clang__)
+  Vec<T> out;
+  for (int k = 0; k < lanes<T>; ++k)
+    out[k] = k + kBy < lanes<T> ? v[k + kBy] : next[k + kBy - lanes<T>];
+  return out;
+#else
+  return __builtin_shuffle(v, next, at);
 #endif
 }
 
@@ -165,4 +201,28 @@ INLINE Vec<T> keep_first(Vec<T> v, int64_t count) {
   Vec<T> lane;
   for (int64_t k = 0; k < lanes<T>; ++k) lane[k] = T(k);
   return lane < splat(T(count)) ? v : Vec<T>{};
+}
+
+// to[c][i] = from[i][c], in squares of four.
+template <class T>
+NOINLINE void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
+                   int64_t to_row) {
+  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
+  typedef T Loose __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  for (int64_t i = 0; i < rows; i += 4)
+    for (int64_t c = 0; c < columns; c += 4) {
+      Four x[4], even[2], odd[2];
+      for (int k = 0; k < 4; ++k) x[k] = (Four) * (const Loose*)(from + (i + k) * from_row + c);
+      for (int k = 0; k < 2; ++k) {
+        const Four a = x[2 * k], b = x[2 * k + 1];
+        even[k] = Four{a[0], b[0], a[2], b[2]};
+        odd[k] = Four{a[1], b[1], a[3], b[3]};
+      }
+      const Four first[2] = {even[0], odd[0]}, second[2] = {even[1], odd[1]};
+      for (int k = 0; k < 2; ++k) {
+        const Four a = first[k], b = second[k];
+        *(Loose*)(to + (c + k) * to_row + i) = (Loose)Four{a[0], a[1], b[0], b[1]};
+        *(Loose*)(to + (c + k + 2) * to_row + i) = (Loose)Four{a[2], a[3], b[2], b[3]};
+      }
+    }
 }
