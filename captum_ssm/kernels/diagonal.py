@@ -254,8 +254,9 @@ def diagonal_mean(
 
     No per-channel matrix is ever formed: blocks off the diagonal are matrix products with an
     inner dimension of channels times state. A range of rows costs its share of the whole, so a
-    caller can stream tiles of rows (256 or more at a time) in O(R L) memory. The coefficients are
-    those of :func:`diagonal_scan`, as are the errors.
+    caller can stream tiles of rows (256 or more at a time) in O(R L) memory. A CPU's kernel passes
+    over terms that change no digit of an entry, so that states that decay take less time. The
+    coefficients are those of :func:`diagonal_scan`, as are the errors.
 
     Args:
         start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands
