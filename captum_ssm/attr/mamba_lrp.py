@@ -213,7 +213,7 @@ class MambaLRP(TokenAttribution):
         model, is_new = request.module, not is_settled(request.module)
         run = partial(self._ruled, request, arguments, stand_ins)
         rules, frozen = reaching(request, partial(run, wiring=is_new))
-        made_of, known = structure([frozen.require_score().grad_fn]), known_of(model)
+        made_of, known = _made_of(frozen), known_of(model)
         is_changed = not is_settled(model, made_of)
         if is_changed and not is_new:
             forget_warned(model)
@@ -223,13 +223,13 @@ class MambaLRP(TokenAttribution):
         if find_unknown_mixers(request, between=frozen.wiring):
             rules, frozen = run(wiring=True)
         # What a method of maps has looked at already is known.
-        if is_changed and not (is_new and known.honest):
-            look_for_hidden(request)
+        if is_changed and not (is_new and frozen.operations <= known.honest):
+            look_for_hidden(request, made_of, frozen.operations)
         if is_changed:
             known.mixes_examples = None
         if request.batch > 1 and known.mixes_examples is None:
             known.mixes_examples = mixes_examples(frozen.require_score(), rules.starts())
-        settle(model, made_of | structure([frozen.require_score().grad_fn]))
+        settle(model, made_of | _made_of(frozen))
         return rules, frozen
 
     def _ruled(
@@ -270,6 +270,11 @@ class MambaLRP(TokenAttribution):
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def _made_of(frozen: FrozenModel) -> frozenset[Any]:
+    # What the graph of a run is made of, and what it does not show.
+    return structure([frozen.require_score().grad_fn]) | frozen.operations
 
 
 def mixes_examples(score: Tensor, starts: Sequence[Tensor]) -> bool:

@@ -97,7 +97,7 @@ def freeze(
             found = recording.wiring or found
         recording = detached(recording)
     if wiring and not plan.own_graph and found.refused is None:
-        check_honesty(request, found.structure)
+        check_honesty(request, found.structure, recording.operations)
     weights: list[Tensor] | None = None
     if query:
         if found.refused is not None:
@@ -117,6 +117,7 @@ def freeze(
         others=[_brought(call, device) for call in recording.others],
         grid=recording.grid(request.module),
         unruled=recording.unruled,
+        operations=recording.operations,
         live=live,
         again=partial(freeze, query=False, check=check),
     )
@@ -188,10 +189,13 @@ class _Plan:
             return run(wiring=self.wiring)
         recording = run()
         try:
-            wiring = record(short, wiring=True).wiring
+            beginning = record(short, wiring=True)
         except Exception:  # a model, or an argument, that cannot be shortened
-            wiring = None
-        if wiring is None or not wiring.is_simple or len(wiring.orders) != len(recording.calls):
+            return run(wiring=True)
+        wiring, calls = beginning.wiring, len(recording.calls)
+        if not recording.operations <= beginning.operations:  # such as a branch for long texts
+            return run(wiring=True)
+        if wiring is None or not wiring.is_simple or len(wiring.orders) != calls:
             return run(wiring=True)
         return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
 

@@ -156,6 +156,8 @@ class FrozenModel:
             the model tells. Default: None
         unruled (frozenset of str, optional): functions without a rule of relevance by which the
             score reads what comes after the last mixer. Default: frozenset()
+        operations (frozenset, optional): the functions that the run called between its mixers.
+            Default: frozenset()
         live (Recording, optional): the run, with its graph cut at the mixers where it has one, if
             it was to be kept. Default: None
         again (Callable, optional): freezes a request's model in the same way. Default: None
@@ -172,6 +174,7 @@ class FrozenModel:
     others: Sequence[MixerCall] = ()
     grid: TokenGrid | None = None
     unruled: frozenset[str] = frozenset()
+    operations: frozenset[Any] = frozenset()
     live: Recording | None = field(default=None, repr=False)
     again: Callable[[Request], FrozenModel] | None = field(default=None, repr=False)
 
@@ -260,23 +263,8 @@ class FrozenModel:
         """
         if self.wiring.refused is not None:
             raise UnsupportedModelError(self.wiring.refused)
-        if self.wiring.unread is not None:
-            warnings.warn(
-                f"the score does not depend on what {self.wiring.unread} returned (it is "
-                "multiplied by zero, subtracted again, or read by a saturated activation), and "
-                "rollouts of maps may count it all the same. MambaLRP accounts for it, and "
-                "start_layer leaves out the first layers.",
-                UserWarning,
-                stacklevel=2,
-            )
-        if self.wiring.neighbor_share:
-            warnings.warn(
-                f"between mixers tokens read up to {self.wiring.neighbor_percent} from one "
-                "another by something that is not a mixer (a token shift, a convolution, a gate "
-                "for all tokens), which the maps do not show. MambaLRP accounts for it.",
-                UserWarning,
-                stacklevel=2,
-            )
+        for said in self.wiring.said():
+            warnings.warn(said, UserWarning, stacklevel=2)
         return self.wiring
 
     def require_chain(self, what: str) -> None:

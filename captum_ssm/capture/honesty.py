@@ -12,29 +12,24 @@ graph's derivative along it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.embedded_ids import entries_of, rows_of
-from captum_ssm.capture.model import extract_logits, input_embeddings
+from captum_ssm.capture.held_run import HeldRun
 from captum_ssm.capture.promise import Promise
+from captum_ssm.capture.record import record
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.mixers import MixerCall, find_mixers
-from captum_ssm.mixers.registry import channels_of, known_of
+from captum_ssm.mixers.registry import known_of
 from captum_ssm.utils.clones import repeated
-from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
-from captum_ssm.utils.offload import reloaded_in_backward
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.retry import retry_with_copies
-from captum_ssm.utils.watch_modules import watch_modules
 from captum_ssm.wiring.mixing_test import halves
 
 # Texts are cut to so many tokens.
@@ -54,9 +49,6 @@ _POWER = 1 / 3
 _LEAST_SHARE, _TIMES_BENT = 0.02, 3
 # A value is rounded by so many eps, through all that is computed on the way.
 _ROUNDINGS = 8
-# What a model raises when moved tokens choose otherwise, as by a router, than those that the held
-# results of its mixers belong to: other shapes, or calls that were not made before.
-_OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class Hidden:
         )
 
 
-def check_honesty(request: Request, structure: frozenset[Any]) -> None:
+def check_honesty(request: Request, structure: frozenset[Any], operations: frozenset[Any]) -> None:
     """Raise where tokens are made of others than the graph between the mixers shows.
 
     Where they are made of these by more than it shows, a warning says so.
@@ -89,20 +81,21 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
     Args:
         request (Request): of a model that runs here. A text is looked at by some of its tokens.
         structure (frozenset): what the graph is made of. A model is looked at once for each.
+        operations (frozenset): those of it that are functions which the run called.
 
     Raises:
         UnsupportedModelError: naming what is made so.
     """
     known = known_of(request.module)
-    if not structure <= known.honest:
-        found = look_for_hidden(request)
-        if found is not None and found.share is None:
-            raise UnsupportedModelError(
-                f"{found}, so that it cannot be told which row of a map is read where. Expected "
-                "mixers that are connected by differentiable operations. The maps of single layers "
-                "are right all the same (captum_ssm.hidden_attention)."
-            )
-        known.honest |= structure
+    # What is hidden may be gone from a graph that is made of less.
+    is_known = structure == known.hidden_in if known.hidden else structure <= known.honest
+    found = known.hidden if is_known else look_for_hidden(request, structure, operations)
+    if found is not None and found.share is None:
+        raise UnsupportedModelError(
+            f"{found}, so that it cannot be told which row of a map is read where. Expected "
+            "mixers that are connected by differentiable operations. The maps of single layers "
+            "are right all the same (captum_ssm.hidden_attention)."
+        )
     warn_of_hidden(request.module)
 
 
@@ -119,134 +112,47 @@ def warn_of_hidden(model: nn.Module) -> None:
 
 
 @repeated
-def look_for_hidden(request: Request) -> Hidden | None:
+def look_for_hidden(
+    request: Request, structure: frozenset[Any], operations: frozenset[Any]
+) -> Hidden | None:
     """What is made of tokens in a way that its graph does not show, which is remembered.
 
-    Args:
-        request (Request): as for :func:`check_honesty`.
+    The arguments are those of :func:`check_honesty`.
     """
     known = known_of(request.module)
-    if not any(p.is_inference() for p in request.module.parameters()):
-        known.hidden = _found(request)
-    found: Hidden | None = known.hidden
+    if any(p.is_inference() for p in request.module.parameters()):
+        return None
+    known.hidden = found = _found(request, operations)
+    if found is None:
+        known.honest |= structure
+    else:
+        known.hidden_in = structure
     return found
 
 
-def _found(request: Request) -> Hidden | None:
+def _found(request: Request, operations: frozenset[Any]) -> Hidden | None:
     short = request.shortened(_FEW)
-    for one in (request,) if short is None else (short, request):
-        try:
-            with (
-                plain_graph(),
-                on_thrown_away(one) as (of_copies, copies),
-                reloaded_in_backward(copies.root),
-                torch.inference_mode(False),
-            ):
-                # A model may write into what its own backward pass needs.
-                return retry_with_copies(lambda: _hidden(of_copies))
-        except Exception:  # a model, or an argument, that cannot be shortened
-            if one is request:
-                raise
-    return None
+    if short is not None:
+        with suppress(Exception):  # a model, or an argument, that cannot be shortened
+            if operations <= record(short).operations:  # else a branch is for long texts
+                return _looked_at(short)
+    return _looked_at(request)
 
 
-@dataclass
-class _Run:
-    # One run whose mixers return what is held: the inputs and what mixers returned (the starts),
-    # what mixers are given and the output (the ends).
-    request: Request
-    held: Sequence[Tensor] = ()
-    results: dict[nn.Module, list[Any]] = field(default_factory=dict)
-    paths: dict[nn.Module, str] = field(default_factory=dict)
-    starts: list[Tensor] = field(default_factory=list)
-    ends: list[tuple[str, Tensor]] = field(default_factory=list)
+def _looked_at(request: Request) -> Hidden | None:
+    def look() -> Hidden | None:
+        with ExitStack() as copies:
+            return _hidden(request, copies)
 
-    def __call__(self) -> _Run:
-        inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
-        model, torch_state = self.request.module, torch.random.get_rng_state()
-        self.paths = {module: path for path, module in find_mixers(model)}
-        for module in self.paths:
-            # What mixers returned before is exchanged all the same, and what they raised.
-            seen = self.results.setdefault(module, [])
-            run = partial(_next, iter(seen)) if self.held else partial(_or_error, seen)
-            module.__dict__["forward"] = partial(run, module.forward)
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        with (
-            watch_modules(self.paths, after=self._after_mixer),
-            watch_modules(tables, after=self._embedded),
-        ):
-            output = extract_logits(self.request.run(tuple(inputs)))
-        torch.random.set_rng_state(torch_state)
-        self._end("the output", output)
-        return self
-
-    def moved(self, steps: Sequence[Tensor]) -> list[Tensor] | str:
-        """The ends after steps of the starts; why they cannot be compared, in words."""
-        held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
-        try:
-            after = _Run(self.request, held, self.results)().ends
-        except _OTHER_CHOICE as error:
-            return f"{type(error).__name__}: {error}"
-        if [end.shape for _, end in after] != [end.shape for _, end in self.ends]:
-            return "other mixers ran, or on other numbers of tokens"
-        return [end for _, end in after]
-
-    def is_repeated(self) -> bool:
-        """Whether the same starts lead to the same ends again."""
-        again = self.moved([torch.zeros_like(one) for one in self.starts])
-        return not isinstance(again, str) and all(
-            torch.equal(a, b) for a, (_, b) in zip(again, self.ends, strict=True)
-        )
-
-    def _end(self, name: str, value: Tensor) -> None:
-        if value.is_floating_point():
-            self.ends.append((name, value))
-
-    def _start(self, value: Tensor) -> Tensor:
-        k = len(self.starts)
-        found = self.held[k] if k < len(self.held) else value.detach().clone().requires_grad_()
-        self.starts.append(found)
-        return found.clone()  # a model may write into it
-
-    def _after_mixer(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        path = self.paths[module]
-        call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
-        self._end(f"what {path} is given", call.given_tokens().clone())
-        if not self.held:
-            # A result with its graph would keep the mixer's weights and activations.
-            detached = map_tensors(torch.Tensor.detach, result)
-            self.results[module].append(detached)
-        return with_first(result, self._start(first_of(result)))
-
-    def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
-        own = input_embeddings(self.request.module)
-        given, rows = next(tensors_in((args, kwargs))), rows_of(module, own)
-        ids = [x for x in self.request.inputs if not x.is_floating_point()]
-        is_input = any(entries_of(given, one, rows) is not None for one in ids)
-        return self._start(result) if is_input else None
+    with plain_graph(), torch.inference_mode(False):
+        # A model may write into what its own backward pass needs.
+        return retry_with_copies(look)
 
 
-def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What a mixer returned in the first run; it runs itself where it was not called so often.
-    found = next(results, None)
-    if isinstance(found, Exception):
-        raise found
-    return forward(*args, **kwargs) if found is None else found
-
-
-def _or_error(results: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What a mixer returns, whose exceptions are kept: a model may catch them.
-    try:
-        return forward(*args, **kwargs)
-    except Exception as error:
-        results.append(error)
-        raise
-
-
-def _hidden(request: Request) -> Hidden | None:
+def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
     # What depends on more than the graph shows.
     with torch.enable_grad():
-        run = _Run(request)()
+        run = HeldRun(request, copies)
         promise = Promise([end for _, end in run.ends], run.starts)
     is_compared, reason, unshown = False, "none of them was seen in a run", None
     with torch.no_grad():
@@ -275,7 +181,7 @@ def _hidden(request: Request) -> Hidden | None:
     return None
 
 
-def _from_others(run: _Run, promise: Promise, steps: Sequence[Tensor]) -> Hidden | str | None:
+def _from_others(run: HeldRun, promise: Promise, steps: Sequence[Tensor]) -> Hidden | str | None:
     # What steps of some tokens change, and the graph says that it does not depend on these; why
     # they cannot be compared, in words.
     after = run.moved(steps)
@@ -304,7 +210,7 @@ class _Small:
     promised: list[Tensor]
 
     @classmethod
-    def of(cls, run: _Run, promise: Promise) -> _Small | None:
+    def of(cls, run: HeldRun, promise: Promise) -> _Small | None:
         # None where the ends cannot be compared.
         dtypes = {x.dtype for x in (*run.starts, *(end for _, end in run.ends))}
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -318,7 +224,7 @@ class _Small:
             None if isinstance(after, str) else cls(steps, length, eps, after, promise.along(steps))
         )
 
-    def misses(self, run: _Run) -> bool:
+    def misses(self, run: HeldRun) -> bool:
         # Whether a change is not what the derivative says, or bends.
         for (_, before), there, known in zip(run.ends, self.after, self.promised, strict=True):
             changed = there.double() - before.double()
@@ -329,7 +235,7 @@ class _Small:
         return False
 
 
-def _unshown(run: _Run, promise: Promise, small: _Small) -> Hidden | None:
+def _unshown(run: HeldRun, promise: Promise, small: _Small) -> Hidden | None:
     # What a small step of all tokens changes by more, or less, than the graph's derivative says.
     steps, length = small.steps, small.length
     back = run.moved([-step for step in steps])

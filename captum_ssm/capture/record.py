@@ -148,12 +148,21 @@ def _record_once(
         if may_fill(request) and (cuts is not None or substitute is not None):
             modules = copies.root.modules()
             stack.enter_context(watch_modules(modules, before=visits.fill))
-        output, found, root_visits = traced(points, request.model, copies, run, visits)
+        with visits.operations:
+            output, found, root_visits = traced(points, request.model, copies, run, visits)
         visits.check_embedded()
         calls, other = split_calls(request.model, visits.calls(found, points))
         other = [call for call in other if also is not None and also(call.module)]
         arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}
-        recording = Recording(request, output, calls, other, arguments, edges=visits.edges)
+        recording = Recording(
+            request,
+            output,
+            calls,
+            other,
+            arguments,
+            edges=visits.edges,
+            operations=frozenset(visits.operations.pairs),
+        )
         if score is not None:
             recording = _with_score(recording, score, cuts)
         if cuts is not None:
@@ -199,7 +208,8 @@ def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
         in_grid=in_grid,
         mask=recording.mask,
     )
-    return replace(recording, wiring=wiring)
+    made_of = wiring.structure | recording.operations
+    return replace(recording, wiring=replace(wiring, structure=made_of))
 
 
 class _GradientsStayOn(TorchFunctionMode):

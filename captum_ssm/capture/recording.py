@@ -48,6 +48,8 @@ class Recording:
             graph; None where they are not. Default: ()
         unruled (frozenset of str, optional): functions without a rule of relevance by which the
             score reads what comes after the last mixer. Default: frozenset()
+        operations (frozenset, optional): the functions that it called between its mixers.
+            Default: frozenset()
         ports (sequence of Port, optional): where the mixers were cut off, by call, if they were and
             there is a score. Default: ()
     """
@@ -61,6 +63,7 @@ class Recording:
     score: Tensor | None = None
     edges: Sequence[GradientEdge | None] = ()
     unruled: frozenset[str] = frozenset()
+    operations: frozenset[Any] = frozenset()
     ports: Sequence[MixerCut] = ()
 
     @property

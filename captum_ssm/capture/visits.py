@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from captum_ssm.capture.embedded_ids import entries_of, rows_of
 from captum_ssm.capture.filled_tokens import FilledTokens
 from captum_ssm.capture.model import input_embeddings
+from captum_ssm.capture.operations import Operations
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.reuse import InnerResults
 from captum_ssm.capture.session import run_in
@@ -55,6 +56,7 @@ class Visits:
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
         self.inner = InnerResults()
         self.filled = FilledTokens()
+        self.operations = Operations()
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in mixers)
@@ -70,6 +72,7 @@ class Visits:
                 run_in(substitute.running, module)
             if substitute is None or substitute.keeps_mixers:
                 run_in(keep, module)
+            run_in(self.operations.in_mixer, module)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """The inputs that the model is to be given: values are where its graph begins."""
@@ -83,6 +86,10 @@ class Visits:
 
     def enter(self, module: nn.Module, inputs: Any) -> Any:
         """What a module is to be given, in place of ``inputs``."""
+        with self.operations.paused():
+            return self._entered(module, inputs)
+
+    def _entered(self, module: nn.Module, inputs: Any) -> Any:
         if module in self.mixers:
             # Before the mixer writes into its cache.
             call = self._call(module, inputs, None)
@@ -108,9 +115,11 @@ class Visits:
 
     def leave(self, module: nn.Module, inputs: Any, value: Any) -> tuple[Any, Any]:
         """The call that is recorded, if any, and what the model goes on with."""
-        with torch.set_grad_enabled(self.grad_mode):
+        with self.operations.paused(), torch.set_grad_enabled(self.grad_mode):
             call = self._call(module, inputs, value)
             is_mixer = module in self.mixers
+            if not is_mixer and self.substitute is None and not _is_ordinary(call):
+                return None, value  # nothing takes its place, so it need not be followed
             if not is_mixer:
                 _check_ordinary(call)
             call = replace(call, past=self.pasts.pop(module, None))
@@ -183,14 +192,18 @@ class Visits:
 
     def fill(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module is to be given, where the tokens begin that the model filled."""
-        found = self.filled.among((args, kwargs))
+        with self.operations.paused():
+            return self._filled((args, kwargs))
+
+    def _filled(self, given: Any) -> Any:
+        found = self.filled.among(given)
         if found is None:
             return None
         tokens, is_filled = found
         with torch.enable_grad():
             started = self._started(tokens.detach(), is_filled)
             begun = torch.where(is_filled[..., None], started, tokens)
-        return map_tensors(lambda x: begun if x is tokens else x, (args, kwargs))
+        return map_tensors(lambda x: begun if x is tokens else x, given)
 
     def _started(self, tokens: Tensor, is_filled: Tensor) -> Tensor:
         if self.substitute is not None:
@@ -240,16 +253,24 @@ def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_a
 def _check_ordinary(call: MixerCall) -> None:
     # Tensors of a transformation have no values, and those of inference mode no graph.
     for x in tensors_in((call.args, call.kwargs)):
-        if is_functorch_wrapped_tensor(x):
-            how = "under torch.func (vmap, jvp, grad)"
-        elif x.is_inference() or torch.is_inference_mode_enabled():
-            how = "under torch.inference_mode()"
-        else:
-            continue
-        raise UnsupportedModelError(
-            f"{call.path or type(call.module).__name__} is run {how}, where what it computes "
-            "cannot be followed; expected a forward_func that calls the model outside of it."
-        )
+        how = _how_run(x)
+        if how is not None:
+            raise UnsupportedModelError(
+                f"{call.path or type(call.module).__name__} is run under {how}, where what it "
+                "computes cannot be followed; expected a forward_func that calls the model outside "
+                "of it."
+            )
+
+
+def _is_ordinary(call: MixerCall) -> bool:
+    return all(_how_run(x) is None for x in tensors_in((call.args, call.kwargs, call.result)))
+
+
+def _how_run(x: Tensor) -> str | None:
+    if is_functorch_wrapped_tensor(x):
+        return "torch.func (vmap, jvp, grad)"
+    is_inference = x.is_inference() or torch.is_inference_mode_enabled()
+    return "torch.inference_mode()" if is_inference else None
 
 
 def _check_device(module: nn.Module, path: str, how: str, tokens: Tensor) -> None:

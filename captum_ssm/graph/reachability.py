@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from captum_ssm.graph.kinds import kind_of
 from captum_ssm.graph.points import Point
+from captum_ssm.graph.relevance_rules import carrying
 
 # Operations whose inputs are multiplied.
 _FACTORS = ("Mul", "Div")
@@ -21,6 +23,8 @@ _VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Pe
 
 
 _KEEPING = ("Add", *_VIEWS)
+# Kinds whose inputs are added up, with one of them times a number.
+_WEIGHTED = frozenset(("Add", "Div", "Mul", "Rsub", "Sub"))
 
 
 def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
@@ -89,14 +93,14 @@ class Side:
     Args:
         edge (GradientEdge): the tensor.
         read (frozenset of int): the leaves that it is made of.
-        is_factor (bool): whether it only multiplies, as a gate does.
-        count (int): how often it joins.
+        is_factor (bool, optional): whether it only multiplies, as a gate does. Default: False
+        count (int, optional): how often it joins. Default: 1
     """
 
     edge: GradientEdge
     read: frozenset[int]
-    is_factor: bool
-    count: int
+    is_factor: bool = False
+    count: int = 1
 
 
 class SegmentGraph:
@@ -110,6 +114,7 @@ class SegmentGraph:
         self._names = list(leaves)
         self._ends = {leaf.edge.node: 1 << k for k, leaf in enumerate(leaves.values())}
         self._known = dict(self._ends)
+        self._carries: dict[Node, dict[Node, bool]] = {}
 
     def read_by(self, edge: GradientEdge) -> frozenset[int]:
         """The leaves that a tensor reads by way of no other."""
@@ -159,20 +164,61 @@ class SegmentGraph:
 
         The arguments are those of :meth:`added`.
         """
-        through = self._bits_of(passed)
+        through, start = self._bits_of(passed), root.edge.node
+        if start not in self._carries:
+            self._carries[start] = carrying([start], self._ends)
+        carries = self._carries[start]
 
         def passes(edge: GradientEdge) -> bool:
             return self._bits(edge) & through != 0
 
+        def goes_on(edge: GradientEdge) -> bool:
+            # What is multiplied by a gate that comes of the leaves is no gate of them.
+            return passes(edge) and carries.get(edge.node, False)
+
         found: dict[GradientEdge, list[bool]] = {}
-        for node, edge in edges_before(root.edge.node, self._ends, passes):
+        for node, edge in edges_before(start, self._ends, goes_on):
             if self._bits(edge) and not passes(edge):
-                found.setdefault(edge, []).append(node.name().startswith(_FACTORS))
+                is_product = node.name().startswith(_FACTORS)
+                is_factor = is_product and any(map(goes_on, _inputs(node)))
+                found.setdefault(edge, []).append(is_factor)
         return [
             Side(edge, self.read_by(edge), all(are_factors), len(are_factors))
             for edge, are_factors in found.items()
             if tokens is None or _times_finer(edge, tokens) < 2
         ]
+
+    def parted(self, sides: Sequence[Side], entries: Sequence[Point]) -> list[Side]:
+        """The sides, where a sum of earlier states and of the stream joins, each by itself.
+
+        A model may add up weighted states of all layers before it adds them to the stream: what the
+        sum is made of does not tell it from the stream, which joins too.
+
+        Args:
+            sides (sequence of Side): of :meth:`sides`.
+            entries (sequence of Point): what the mixers are given around which the stream goes.
+        """
+        before = nodes_before([entry.edge.node for entry in entries], self._ends)
+        streams = {side.read for side in sides if side.edge.node in before}
+        found = []
+        for side in sides:
+            is_sum = side.read in streams and side.edge.node not in before
+            states = self._states(side.edge, before) if is_sum and not side.is_factor else None
+            found += [side] if states is None else [Side(e, self.read_by(e)) for e in states]
+        return found
+
+    def _states(self, edge: GradientEdge, before: Collection[Node]) -> list[GradientEdge] | None:
+        # The earlier tensors that one is a weighted sum of; None where it is made of others too.
+        node = edge.node
+        if node in before:
+            is_result = node in self._ends and any(k >= 0 for k in self.read_by(edge))
+            return None if is_result else [edge]
+        given = [one for one in _inputs(node) if self._bits(one)]
+        is_product = node.name().startswith(_FACTORS) and len(given) > 1
+        if is_product or not (kind_of(node) in _WEIGHTED or node.name().startswith(_VIEWS)):
+            return None
+        found = [self._states(one, before) for one in given]
+        return None if None in found else [e for one in found if one for e in one] or None
 
     def sums(self, root: Point, passed: Collection[int]) -> list[GradientEdge]:
         """Where, on the way to ``root``, something else is first added to what comes of leaves.

@@ -9,7 +9,7 @@ forward pass do not change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -68,12 +68,23 @@ class _Visit(NamedTuple):
     gates: set[int]
 
 
+def carrying(
+    ends: Sequence[Node], starts: Collection[Node], stops: Collection[Node] = ()
+) -> dict[Node, bool]:
+    """Whether relevance goes on from a node to one of the starts, for each node before the ends.
+
+    It does not go on from coefficients, or from the stops. Nodes that it does not come to are
+    left out.
+    """
+    return _carrying(ends, starts, stops)[1]
+
+
 def _carrying(
-    ends: Sequence[Node], starts: Sequence[Node]
+    ends: Sequence[Node], starts: Collection[Node], stops: Collection[Node] = ()
 ) -> tuple[list[_Visit], dict[Node, bool]]:
     # The nodes between, after their inputs.
     visits: list[_Visit] = []
-    carries: dict[Node, bool] = dict.fromkeys(starts, True)
+    carries: dict[Node, bool] = dict.fromkeys(stops, False) | dict.fromkeys(starts, True)
     stack = list(ends)
     while stack:
         node = stack[-1]

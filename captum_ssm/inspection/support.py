@@ -248,6 +248,8 @@ def between(frozen: FrozenModel) -> str:
                 notes.append(f"{T} tokens made of {S}, by a measured transport")
             elif link.source is not None:
                 notes.append(f"{step.tokens} tokens chosen of {link.count}")
+    if wiring.gates:
+        notes.append(f"what {wiring.gates} returned is only a gate of what others hold")
     if wiring.past:
         notes.append(wiring.past)
     if wiring.neighbor_share:

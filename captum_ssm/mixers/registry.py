@@ -38,6 +38,8 @@ class Known:
             Default: frozenset()
         hidden (Any, optional): what in it depends on tokens in a way that autograd does not show.
             Default: None
+        hidden_in (frozenset, optional): what its graph was made of in which that was found.
+            Default: frozenset()
         mixes_examples (bool, optional): whether a score of an example depends on others of its
             batch. Default: None, not looked at
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
@@ -52,6 +54,7 @@ class Known:
     unknown: str | None = None
     honest: frozenset[Any] = frozenset()
     hidden: Any = None
+    hidden_in: frozenset[Any] = frozenset()
     mixes_examples: bool | None = None
     right: Any = None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
+from captum_ssm.graph.relevance_rules import carrying
 from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.joined_streams import in_parts
@@ -110,6 +111,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         past=said,
         rows=readout.rows(),
         unread=_unread(graph),
+        gates=_gates(graph),
     )
 
 
@@ -154,6 +156,23 @@ def _unread(graph: MixerGraph) -> str | None:
         return None
     mixers = {i: leaf for i, leaf in graph.exits.items() if i >= 0}
     return ", ".join(map(graph.name, unread(roots, mixers))) or None
+
+
+def _gates(graph: MixerGraph) -> str | None:
+    # The mixers whose results are coefficients alone of what others hold.
+    ends = {point.edge.node for point in graph.leaves}
+    roots = {i: root.edge.node for i, root in graph.entries.items() if root is not None}
+    # Of what is itself a coefficient, such as a probability, nothing can be said.
+    holding = {i: node for i, node in roots.items() if carrying([node], ends).get(node)}
+    found = []
+    for i, leaf in graph.exits.items():
+        read_by = [node for k, node in holding.items() if i in graph.reads[k]]
+        start = leaf.edge.node
+        if i >= 0 and read_by:
+            carries = carrying(read_by, [start], ends - {start})
+            if not any(carries[node] for node in read_by):
+                found.append(graph.name(i))
+    return ", ".join(found) or None
 
 
 def _is_selected(graph: MixerGraph, i: int) -> bool:

@@ -145,6 +145,8 @@ def _joining(
     # what it is made of. Streams are the largest sums, and all that is given to the leads.
     passed = {k for j in leads if j >= 0 for k in graph.groups[graph.step_of[j]]}
     sides = graph.cut.sides(root, passed, None) if passed else []
+    entries = [entry for k in passed if (entry := graph.entries[k]) is not None]
+    sides = graph.cut.parted(sides, entries)
     streams, held = {graph.read_by(j) for j in leads}, frozenset[int]()
     edges: list[GradientEdge] = []
     others: dict[frozenset[int], list[Side]] = {}

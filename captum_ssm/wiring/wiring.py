@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -170,6 +170,7 @@ class Wiring:
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the place that it has among the last n. Default: None
         unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
+        gates (str, optional): those whose results only multiply others, as a gate. Default: None
         structure (frozenset, optional): what the graph between the mixers is made of.
             Default: frozenset(), for nothing known
     """
@@ -187,6 +188,7 @@ class Wiring:
     past: str | None = None
     rows: Tensor | None = None
     unread: str | None = None
+    gates: str | None = None
     structure: frozenset[Any] = frozenset()
 
     @cached_property
@@ -238,6 +240,27 @@ class Wiring:
             else:
                 found.append([i])
         return found
+
+    def said(self) -> Iterator[str]:
+        """What maps through the layers do not show, or count all the same, for warnings."""
+        if self.unread is not None:
+            yield (
+                f"the score does not depend on what {self.unread} returned (it is multiplied by "
+                "zero, subtracted again, or read by a saturated activation), and rollouts of maps "
+                "may count it all the same. MambaLRP accounts for it, and start_layer leaves out "
+                "the first layers."
+            )
+        if self.gates is not None:
+            yield (
+                f"what {self.gates} returned is only a gate of what others hold: a coefficient, "
+                "which rollouts of maps count all the same. MambaLRP accounts for it."
+            )
+        if self.neighbor_share:
+            yield (
+                f"between mixers tokens read up to {self.neighbor_percent} from one another by "
+                "something that is not a mixer (a token shift, a convolution, a gate for all "
+                "tokens), which the maps do not show. MambaLRP accounts for it."
+            )
 
     def starting_at(self, step: int) -> Wiring:
         """This wiring without what is before a step, whose tokens are then the input's."""

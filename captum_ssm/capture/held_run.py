@@ -1,0 +1,134 @@
+"""A run between a model's mixers alone: what they return is held, and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.embedded_ids import entries_of, rows_of
+from captum_ssm.capture.model import extract_logits, input_embeddings
+from captum_ssm.capture.request import Request
+from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.mixers import MixerCall, find_mixers
+from captum_ssm.mixers.registry import channels_of
+from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
+from captum_ssm.utils.offload import reloaded_in_backward
+from captum_ssm.utils.watch_modules import watch_modules
+
+# What a model raises when moved tokens choose otherwise, as by a router, than those that the held
+# results of its mixers belong to: other shapes, or calls that were not made before.
+_OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
+
+
+@dataclass
+class HeldRun:
+    """One run whose inputs, and the results of whose mixers, may be held.
+
+    Args:
+        request (Request): what is run. Each run begins with the model as it is.
+        copies (ExitStack): closes the copies that are run.
+        held (sequence of Tensor, optional): the starts; none are held in a first run. Default: ()
+        results (dict, optional): by path, what the mixers returned in the first run.
+            Default: ``{}``
+
+    Attributes:
+        starts (list of Tensor): the inputs, and what mixers returned.
+        ends (list of tuple): what mixers are given, and the output, by name.
+    """
+
+    request: Request
+    copies: ExitStack
+    held: Sequence[Tensor] = ()
+    results: dict[str, list[Any]] = field(default_factory=dict)
+    starts: list[Tensor] = field(default_factory=list, init=False)
+    ends: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
+    _paths: dict[nn.Module, str] = field(default_factory=dict, init=False)
+    _table: nn.Module | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
+        torch_state = torch.random.get_rng_state()
+        request, copies = self.copies.enter_context(on_thrown_away(self.request))
+        self.copies.enter_context(reloaded_in_backward(copies.root))
+        self._table = input_embeddings(request.module)
+        self._paths = {module: path for path, module in find_mixers(request.module)}
+        for module, path in self._paths.items():
+            # What mixers returned before is exchanged all the same, and what they raised.
+            seen = self.results.setdefault(path, [])
+            run = partial(_next, iter(seen)) if self.held else partial(_or_error, seen)
+            module.__dict__["forward"] = partial(run, module.forward)
+        tables = [m for m in request.module.modules() if isinstance(m, nn.Embedding)]
+        with (
+            watch_modules(self._paths, after=self._after_mixer),
+            watch_modules(tables, after=self._embedded),
+        ):
+            output = extract_logits(request.run(tuple(inputs)))
+        torch.random.set_rng_state(torch_state)
+        self._end("the output", output)
+
+    def moved(self, steps: Sequence[Tensor]) -> list[Tensor] | str:
+        """The ends after steps of the starts; why they cannot be compared, in words."""
+        held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
+        try:
+            after = HeldRun(self.request, self.copies, held, self.results).ends
+        except _OTHER_CHOICE as error:
+            return f"{type(error).__name__}: {error}"
+        if [end.shape for _, end in after] != [end.shape for _, end in self.ends]:
+            return "other mixers ran, or on other numbers of tokens"
+        return [end for _, end in after]
+
+    def is_repeated(self) -> bool:
+        """Whether the same starts lead to the same ends again."""
+        again = self.moved([torch.zeros_like(one) for one in self.starts])
+        return not isinstance(again, str) and all(
+            torch.equal(a, b) for a, (_, b) in zip(again, self.ends, strict=True)
+        )
+
+    def _end(self, name: str, value: Tensor) -> None:
+        if value.is_floating_point():
+            self.ends.append((name, value))
+
+    def _start(self, value: Tensor) -> Tensor:
+        k = len(self.starts)
+        found = self.held[k] if k < len(self.held) else value.detach().clone().requires_grad_()
+        self.starts.append(found)
+        return found.clone()  # a model may write into it
+
+    def _after_mixer(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        path = self._paths[module]
+        call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
+        self._end(f"what {path} is given", call.given_tokens().clone())
+        if not self.held:
+            # A result with its graph would keep the mixer's weights and activations.
+            detached = map_tensors(torch.Tensor.detach, result)
+            self.results[path].append(detached)
+        return with_first(result, self._start(first_of(result)))
+
+    def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
+        given, rows = next(tensors_in((args, kwargs))), rows_of(module, self._table)
+        ids = [x for x in self.request.inputs if not x.is_floating_point()]
+        is_input = any(entries_of(given, one, rows) is not None for one in ids)
+        return self._start(result) if is_input else None
+
+
+def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What a mixer returned in the first run; it runs itself where it was not called so often.
+    found = next(results, None)
+    if isinstance(found, Exception):
+        raise found
+    return forward(*args, **kwargs) if found is None else found
+
+
+def _or_error(results: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What a mixer returns, whose exceptions are kept: a model may catch them.
+    try:
+        return forward(*args, **kwargs)
+    except Exception as error:
+        results.append(error)
+        raise

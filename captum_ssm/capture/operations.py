@@ -1,0 +1,61 @@
+"""Which functions a run calls between its mixers: what is not in its graph shows here too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.utils.blocks import contextmanager
+
+# Stands for a mixer's call, among the functions.
+_MIXER = "mixer"
+
+
+class Operations(TorchFunctionMode):
+    """Notes each of PyTorch's functions that a run calls, with the one before it.
+
+    A graph shows no ``detach()``, no ``no_grad()``, nothing that is computed inside of them, and
+    there is none in a run without gradients. What was measured of a run holds for one that calls
+    nothing else.
+
+    Attributes:
+        pairs (set of tuple): each function, and the one called before it.
+
+    Examples::
+
+        >>> with Operations() as operations:
+        ...     _ = torch.ones(2).detach().neg()
+        >>> (torch.Tensor.detach, torch.Tensor.neg) in operations.pairs
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: set[tuple[Any, Any]] = set()
+        self._last: Any = None
+        self._paused = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._paused:
+            self.pairs.add((self._last, func))
+            self._last = func
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def in_mixer(self, module: nn.Module) -> Iterator[None]:
+        """What a mixer runs in, which counts as one function."""
+        self._last = _MIXER
+        with self.paused():
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing inside of the block."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1

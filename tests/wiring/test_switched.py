@@ -1,0 +1,129 @@
+"""What a model does in some calls only: later, in long texts, or by what earlier calls left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from methods import MAPS, METHODS, assert_close
+from models import randomize
+from test_output import Base, E, tokens, two, warnings_of_relevance, with_forward
+from torch import nn
+
+from captum_ssm import MambaLRP, MambaRollout, UnsupportedModelError, supported
+
+HIDDEN = "autograd does not show"
+
+
+def turned(m, h):
+    return h + 3 * h.flip(1).detach() if m.flag else h
+
+
+def in_long_ones(m, h):
+    return h + 3 * h[:, :1].detach() if h.shape[1] > 7 else h
+
+
+def kept(m, h):
+    before = m.__dict__.setdefault("kept", torch.zeros_like(h[:, :1]))
+    m.kept = 0.9 * before + 0.1 * h.detach().mean(1, keepdim=True)
+    return h + 3 * m.kept if m.flag else h
+
+
+@pytest.mark.parametrize("change", [turned, in_long_ones, kept])
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+def test_a_hidden_way_that_comes_later_is_noticed(change, method):
+    model, x = with_forward(lambda m, x: two(m, x, lambda h: change(m, h))), tokens()
+    model.flag = False
+    assert not warnings_of_relevance(model, x[:, :7], method)
+    model.flag = True
+    for _ in range(2):
+        if method is MambaLRP:
+            assert any(HIDDEN in one for one in warnings_of_relevance(model, x))
+        else:
+            with pytest.raises(UnsupportedModelError, match=HIDDEN):
+                method(model).attribute(x)
+    model.flag = False
+    assert not warnings_of_relevance(model, x[:, :7], method)
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+def test_a_hidden_part_that_is_switched_off_is_said_no_more(method):
+    def forward(m, x):
+        h = x + m.a(x)
+        h = h + (m.b(h).detach() if m.flag else m.b(h))
+        return m.head((h + m.c(h))[:, -1])
+
+    model, x = with_forward(forward), tokens()
+    for model.flag in (True, True, False, False, True):
+        said = warnings_of_relevance(model, x, method)
+        assert any(HIDDEN in one for one in said) == model.flag
+
+
+class OfIds(Base):
+    """A language model that may do something else with texts of more than 300 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.logits = nn.Embedding(37, E), nn.Linear(E, 37)
+        randomize(self)
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def forward(self, ids):
+        h = self.table(ids)
+        h = h + self.a(h)
+        if ids.shape[1] <= 300:
+            return self.logits(h + self.b(h))
+        return self.logits(self.long(h))
+
+
+LONG = {
+    "the order": lambda m, h: (lambda g: g + m.b(g))(h.flip(1)).flip(1),
+    "windows": lambda m, h: h + m.b(h.view(2, -1, E)).view(h.shape),
+}
+
+
+def of_ids(long):
+    kind = type("OfLongIds", (OfIds,), {"long": long})
+    ids = torch.randint(37, (1, 320), generator=torch.Generator().manual_seed(0))
+    return kind().double().eval(), ids
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("method", MAPS)
+def test_what_is_done_with_long_texts_alone_is_measured(name, method):
+    model, ids = of_ids(LONG[name])
+    always = type("Always", (OfIds,), {"forward": lambda m, x: m.logits(LONG[name](m, one(m, x)))})
+    plain = always().double().eval()
+    plain.load_state_dict(model.state_dict())
+
+    def one(m, x):
+        h = x if x.is_floating_point() else m.table(x)
+        return h + m.a(h)
+
+    # Of other inputs than a text all tokens are looked at.
+    x = model.table(ids).detach()
+    series = with_forward(lambda m, x: plain(x))
+    series.plain = plain
+    expected = method(series).attribute(x, target=(40, 1)).sum(-1)
+    found = method(model).attribute(ids, target=(40, 1))
+    assert_close(found / found.abs().sum(), expected / expected.abs().sum(), 1e-6)
+
+
+def test_what_is_hidden_in_long_texts_alone_is_refused_or_said():
+    model, ids = of_ids(lambda m, h: (lambda g: g + m.b(g))(h + 3 * h.flip(1).detach()))
+    with pytest.raises(UnsupportedModelError, match=HIDDEN):
+        MambaRollout(model).attribute(ids)
+    assert any(HIDDEN in one for one in warnings_of_relevance(model, ids))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_under_vmap_between_mixers(method):
+    def forward(of):
+        return lambda m, x: two(m, x, lambda h: h + of(lambda t: m.linear(t).relu())(h))
+
+    mapped, plain = (with_forward(forward(of)) for of in (torch.vmap, lambda layer: layer))
+    found, expected = (method(m).attribute(tokens(), target=1) for m in (mapped, plain))
+    assert_close(found, expected, 1e-9)
+    assert set(supported(mapped, tokens()).methods.values()) == {None}
