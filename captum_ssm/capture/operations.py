@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from captum_ssm.utils.blocks import contextmanager
 
@@ -55,7 +55,13 @@ class Operations(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Note nothing inside of the block."""
         self._paused += 1
+        # A recurrence may call thousands of functions, each of which would be looked at.
+        is_open = _get_current_function_mode() is self
         try:
+            if is_open:
+                self.__exit__(None, None, None)
             yield
         finally:
+            if is_open and _get_current_function_mode() is not self:  # a signal may come anywhere
+                self.__enter__()
             self._paused -= 1
