@@ -26,7 +26,8 @@ class Operations(TorchFunctionMode):
 
     Examples::
 
-        >>> with Operations() as operations:
+        >>> operations = Operations()
+        >>> with operations.noted():
         ...     _ = torch.ones(2).detach().neg()
         >>> (torch.Tensor.detach, torch.Tensor.neg) in operations.pairs
         True
@@ -43,6 +44,16 @@ class Operations(TorchFunctionMode):
             self.pairs.add((self._last, func))
             self._last = func
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is called inside of the block."""
+        try:
+            self.__enter__()
+            yield
+        finally:
+            while _get_current_function_mode() is self:  # a signal may come anywhere
+                self.__exit__(None, None, None)
 
     @contextmanager
     def in_mixer(self, module: nn.Module) -> Iterator[None]:
@@ -62,6 +73,6 @@ class Operations(TorchFunctionMode):
                 self.__exit__(None, None, None)
             yield
         finally:
-            if is_open and _get_current_function_mode() is not self:  # a signal may come anywhere
+            if is_open and _get_current_function_mode() is not self:
                 self.__enter__()
             self._paused -= 1

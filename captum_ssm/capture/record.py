@@ -148,7 +148,7 @@ def _record_once(
         if may_fill(request) and (cuts is not None or substitute is not None):
             modules = copies.root.modules()
             stack.enter_context(watch_modules(modules, before=visits.fill))
-        with visits.operations:
+        with visits.operations.noted():
             output, found, root_visits = traced(points, request.model, copies, run, visits)
         visits.check_embedded()
         calls, other = split_calls(request.model, visits.calls(found, points))

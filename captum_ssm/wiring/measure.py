@@ -155,14 +155,15 @@ def _unread(graph: MixerGraph) -> str | None:
     if graph.entries[graph.end] is None:
         return None
     mixers = {i: leaf for i, leaf in graph.exits.items() if i >= 0}
-    return ", ".join(map(graph.name, unread(roots, mixers))) or None
+    lost = mixers.keys() - frozenset().union(*graph.reads.values())
+    return ", ".join(map(graph.name, sorted({*lost, *unread(roots, mixers)}))) or None
 
 
 def _gates(graph: MixerGraph) -> str | None:
     # The mixers whose results are coefficients alone of what others hold.
     ends = {point.edge.node for point in graph.leaves}
     roots = {i: root.edge.node for i, root in graph.entries.items() if root is not None}
-    # Of what is itself a coefficient, such as a probability, nothing can be said.
+    # A root that is a coefficient itself, such as a probability, tells nothing.
     holding = {i: node for i, node in roots.items() if carrying([node], ends).get(node)}
     found = []
     for i, leaf in graph.exits.items():

@@ -54,7 +54,7 @@ def test_a_probability_makes_no_gates_of_mixers(output):
     assert not warnings_of_relevance(model, tokens(), MambaRollout)
 
 
-# The same sum, in two orders: the first one adds up earlier states before the stream.
+# One sum in two orders: the first one adds up earlier states before the stream.
 SUMS = {
     "two states": (
         lambda x, h, y: (5 * x + h / 10) + y,
