@@ -14,6 +14,16 @@ from captum_ssm.utils.blocks import contextmanager
 _MIXER = "mixer"
 
 
+def weights_of(model: nn.Module) -> tuple[str, int]:
+    """How often the weights of a model were written to: a gate of zero may be none after training.
+
+    Another tensor in a weight's place, and what is written into ``data``, is not counted: offloaded
+    weights come and go so in each run.
+    """
+    weights = (p for p in model.parameters() if not p.is_inference())
+    return "weights", sum(p._version for p in weights)
+
+
 class Operations(TorchFunctionMode):
     """Notes each of PyTorch's functions that a run calls, with the one before it.
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm.capture.embedded_ids import warn_of_derived
 from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.operations import weights_of
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import find_points, instrumented, traced, without_compiler
@@ -161,7 +162,7 @@ def _record_once(
             other,
             arguments,
             edges=visits.edges,
-            operations=frozenset(visits.operations.pairs),
+            operations=frozenset({*visits.operations.pairs, weights_of(request.module)}),
         )
         if score is not None:
             recording = _with_score(recording, score, cuts)

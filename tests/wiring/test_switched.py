@@ -46,6 +46,20 @@ def test_a_hidden_way_that_comes_later_is_noticed(change, method):
 
 
 @pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+def test_a_hidden_way_that_training_opens_is_noticed(method):
+    model = with_forward(lambda m, x: two(m, x, lambda h: h + m.gate * h.flip(1).detach()))
+    model.gate = nn.Parameter(torch.zeros((), dtype=torch.double))
+    assert not warnings_of_relevance(model, tokens(), method)
+    with torch.no_grad():
+        model.gate += 3
+    if method is MambaLRP:
+        assert any(HIDDEN in one for one in warnings_of_relevance(model, tokens()))
+    else:
+        with pytest.raises(UnsupportedModelError, match=HIDDEN):
+            method(model).attribute(tokens())
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
 def test_a_hidden_part_that_is_switched_off_is_said_no_more(method):
     def forward(m, x):
         h = x + m.a(x)
