@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from captum_ssm.utils.blocks import contextmanager
 
 # Stands for a mixer's call, among the functions.
 _MIXER = "mixer"
+# What asks for the form of a tensor does not read what it holds.
+_METHODS = ("__len__", "dim", "is_contiguous", "is_floating_point", "numel", "size", "stride")
+_PROPERTIES = ("device", "dtype", "is_cuda", "ndim", "requires_grad", "shape")
+_OF_FORM = frozenset(
+    [getattr(Tensor, name) for name in _METHODS]
+    + [getattr(Tensor, name).__get__ for name in _PROPERTIES]
+)
 
 
 def weights_of(model: nn.Module) -> tuple[str, int]:
@@ -50,7 +57,7 @@ class Operations(TorchFunctionMode):
         self._paused = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._paused:
+        if not self._paused and func not in _OF_FORM:
             self.pairs.add((self._last, func))
             self._last = func
         return func(*args, **(kwargs or {}))

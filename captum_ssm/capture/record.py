@@ -145,12 +145,12 @@ def _record_once(
             gradients=gradients,
             whole=whole,
         )
-        run, points = partial(of_copies.run, visits.inputs()), {**mixers, **others}
+        noted, points = visits.operations.noted(), {**mixers, **others}
+        run = partial(of_copies.run, visits.inputs(), noted)
         if may_fill(request) and (cuts is not None or substitute is not None):
             modules = copies.root.modules()
             stack.enter_context(watch_modules(modules, before=visits.fill))
-        with visits.operations.noted():
-            output, found, root_visits = traced(points, request.model, copies, run, visits)
+        output, found, root_visits = traced(points, request.model, copies, run, visits)
         visits.check_embedded()
         calls, other = split_calls(request.model, visits.calls(found, points))
         other = [call for call in other if also is not None and also(call.module)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -153,15 +154,24 @@ class Request:
         tensor = self.inputs[index]
         return tensor.is_floating_point() and tensor.dim() == 3 and not self.is_embedded(index)
 
-    def run(self, inputs: tuple[Tensor, ...] | None = None) -> Any:
-        """What ``forward_func`` returns on the inputs, or on others in their place."""
+    def run(
+        self,
+        inputs: tuple[Tensor, ...] | None = None,
+        within: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """What ``forward_func`` returns on the inputs, or on others in their place.
+
+        Args:
+            inputs (tuple of Tensor, optional): the others. Default: None
+            within (context manager, optional): what ``forward_func`` alone runs in. Default: None
+        """
         inputs = self.inputs if inputs is None else inputs
         own = replace(
             self,
             positional=tuple(map(_copied, self.positional)),
             named={name: _copied(value) for name, value in self.named.items()},
         )
-        with one_run(self.module), ids_explained(self.module, inputs):
+        with one_run(self.module), ids_explained(self.module, inputs), within or nullcontext():
             if not is_model(self.forward_func):
                 return self.forward_func(*inputs, *own.positional, **own.named)
             module = unwrap(self.forward_func)

@@ -141,3 +141,20 @@ def test_layers_under_vmap_between_mixers(method):
     found, expected = (method(m).attribute(tokens(), target=1) for m in (mapped, plain))
     assert_close(found, expected, 1e-9)
     assert set(supported(mapped, tokens()).methods.values()) == {None}
+
+
+def test_hooks_that_ask_for_shapes_have_nothing_looked_at_again():
+    model, x = with_forward(lambda m, x: two(m, x, lambda h: h + m.linear(h))), tokens()
+    runs = []
+
+    def once_more():
+        with model.linear.register_forward_hook(lambda m, args, out: runs.append(len(out))):
+            MambaLRP(model).attribute(x, target=1)
+
+    MambaLRP(model).attribute(x, target=1)
+    once_more()
+    assert runs == [len(x)]
+    with torch.no_grad():
+        model.linear.weight.mul_(2)
+    once_more()
+    assert len(runs) > 2
