@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.held_run import HeldRun
 from captum_ssm.capture.promise import Promise
-from captum_ssm.capture.record import record
+from captum_ssm.capture.record import GradientsStayOn, record
 from captum_ssm.capture.request import Request
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.registry import known_of
@@ -153,6 +153,9 @@ def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
     # What depends on more than the graph shows.
     with torch.enable_grad():
         run = HeldRun(request, copies)
+        if not any(end.requires_grad for _, end in run.ends):  # all of it runs under no_grad()
+            with GradientsStayOn():
+                run = HeldRun(request, copies)
         promise = Promise([end for _, end in run.ends], run.starts)
     is_compared, reason, unshown = False, "none of them was seen in a run", None
     with torch.no_grad():

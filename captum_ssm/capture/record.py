@@ -92,7 +92,7 @@ def record(
     # needs. Then it is run once more, in a way that bears with it.
     recording = retry_with_copies(lambda: once(RunCuts(whole=whole)))
     if recording.wiring is None and not gradients:
-        with _GradientsStayOn():
+        with GradientsStayOn():
             recording = retry_with_copies(lambda: once(RunCuts(whole=False)))
     if gradients:
         return recording
@@ -213,8 +213,9 @@ def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
     return replace(recording, wiring=replace(wiring, structure=made_of))
 
 
-class _GradientsStayOn(TorchFunctionMode):
-    # Takes torch.no_grad() for a wish that is not granted.
+class GradientsStayOn(TorchFunctionMode):
+    """Takes ``torch.no_grad()`` for a wish that is not granted."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
             return None

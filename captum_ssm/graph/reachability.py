@@ -321,6 +321,16 @@ def edges_before(
                 stack.append(edge.node)
 
 
+def is_added(root: Node, start: Node, ends: Collection[Node]) -> bool:
+    """Whether a way from a node back to one of the ends passes no product with another tensor."""
+
+    def is_alone(edge: GradientEdge) -> bool:
+        return not edge.node.name().startswith(_FACTORS) or len([*_inputs(edge.node)]) < 2
+
+    first = GradientEdge(root, 0)
+    return is_alone(first) and any(e.node is start for _, e in edges_before(root, ends, is_alone))
+
+
 def _inputs(node: Node) -> Iterator[GradientEdge]:
     return (GradientEdge(n, output) for n, output in node.next_functions if n is not None)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import is_added
 from captum_ssm.graph.relevance_rules import carrying
 from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
@@ -155,8 +156,7 @@ def _unread(graph: MixerGraph) -> str | None:
     if graph.entries[graph.end] is None:
         return None
     mixers = {i: leaf for i, leaf in graph.exits.items() if i >= 0}
-    lost = mixers.keys() - frozenset().union(*graph.reads.values())
-    return ", ".join(map(graph.name, sorted({*lost, *unread(roots, mixers)}))) or None
+    return ", ".join(map(graph.name, unread(roots, mixers))) or None
 
 
 def _gates(graph: MixerGraph) -> str | None:
@@ -171,7 +171,7 @@ def _gates(graph: MixerGraph) -> str | None:
         start = leaf.edge.node
         if i >= 0 and read_by:
             carries = carrying(read_by, [start], ends - {start})
-            if not any(carries[node] for node in read_by):
+            if not any(carries[node] or is_added(node, start, ends) for node in read_by):
                 found.append(graph.name(i))
     return ", ".join(found) or None
 

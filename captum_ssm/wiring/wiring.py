@@ -245,10 +245,10 @@ class Wiring:
         """What maps through the layers do not show, or count all the same, for warnings."""
         if self.unread is not None:
             yield (
-                f"the score does not depend on what {self.unread} returned (nothing reads it, or "
-                "it is multiplied by zero, subtracted again, or read by a saturated activation), "
-                "and rollouts of maps may count it all the same. MambaLRP accounts for it, and "
-                "start_layer leaves out the first layers."
+                f"the score does not depend on what {self.unread} returned (it is multiplied by "
+                "zero, subtracted again, or read by a saturated activation), and rollouts of maps "
+                "may count it all the same. MambaLRP accounts for it, and start_layer leaves out "
+                "the first layers."
             )
         if self.gates is not None:
             yield (

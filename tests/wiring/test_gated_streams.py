@@ -7,7 +7,7 @@ import torch
 from methods import MAPS, METHODS, assert_close
 from test_output import after, rollout, tokens, warnings_of_relevance, with_forward
 
-from captum_ssm import MambaLRP, MambaRollout, supported
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, supported
 
 
 def read_by(m, h):
@@ -99,3 +99,25 @@ def test_weighted_sums_of_all_states_are_followed():
     expected = (states[3][1] + 4 * states[0][1])[0, -1] / 5
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
     assert abs(supported(model, x).held - 1 / 5) < 1e-6
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method is not LaTIM])
+@pytest.mark.parametrize("where", ["first", "between", "parallel", "last"])
+def test_a_mixer_that_nothing_reads_is_none(where, method):
+    def forward(m, x, is_read):
+        unread = m.c if is_read else (lambda h: h)
+        if where == "first":
+            unread(x)
+        h = x + m.a(x)
+        if where in ("between", "parallel"):
+            unread(x if where == "parallel" else h)
+        h = h + m.b(h)
+        if where == "last":
+            unread(h)
+        return m.head(h[:, -1])
+
+    found, truth = (
+        method(with_forward(lambda m, x, r=r: forward(m, x, r))).attribute(tokens(), target=1)
+        for r in (True, False)
+    )
+    assert_close(found, truth, 1e-9)
