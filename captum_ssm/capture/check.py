@@ -18,7 +18,7 @@ from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import random_signs, without_caches
 from captum_ssm.mixers.linear_layers import is_quantized
 from captum_ssm.mixers.registry import known_of
-from captum_ssm.utils.clones import address
+from captum_ssm.utils.clones import address, version_of
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import weights_loaded
@@ -339,7 +339,7 @@ def _state_of(module: nn.Module) -> Any:
         for part in module.modules()
     ]
     tensors = [*module.parameters(), *module.buffers()]
-    versions = [(address(x), 0 if x.is_inference() else x._version) for x in tensors]
+    versions = [(address(x), version_of(x)) for x in tensors]
     return parts, versions
 
 

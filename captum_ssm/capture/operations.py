@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.clones import version_of
 
 # Stands for a mixer's call, among the functions.
 _MIXER = "mixer"
@@ -27,8 +28,7 @@ def weights_of(model: nn.Module) -> tuple[str, int]:
     Another tensor in a weight's place, and what is written into ``data``, is not counted: offloaded
     weights come and go so in each run.
     """
-    weights = (p for p in model.parameters() if not p.is_inference())
-    return "weights", sum(p._version for p in weights)
+    return "weights", sum(map(version_of, model.parameters()))
 
 
 class Operations(TorchFunctionMode):

@@ -243,7 +243,7 @@ class SegmentGraph:
 
         def keeps(edge: GradientEdge) -> bool:
             name = edge.node.name()
-            is_scaled = name.startswith(_FACTORS) and len(list(_inputs(edge.node))) == 1
+            is_scaled = name.startswith(_FACTORS) and not _is_product(edge.node)
             return edge.node not in self._ends and (is_scaled or name.startswith(_KEEPING))
 
         def kept(edge: GradientEdge) -> Iterator[GradientEdge]:
@@ -325,10 +325,15 @@ def is_added(root: Node, start: Node, ends: Collection[Node]) -> bool:
     """Whether a way from a node back to one of the ends passes no product with another tensor."""
 
     def is_alone(edge: GradientEdge) -> bool:
-        return not edge.node.name().startswith(_FACTORS) or len([*_inputs(edge.node)]) < 2
+        return not _is_product(edge.node)
 
     first = GradientEdge(root, 0)
     return is_alone(first) and any(e.node is start for _, e in edges_before(root, ends, is_alone))
+
+
+def _is_product(node: Node) -> bool:
+    # Of several tensors, not of one and a number.
+    return node.name().startswith(_FACTORS) and len([*_inputs(node)]) > 1
 
 
 def _inputs(node: Node) -> Iterator[GradientEdge]:

@@ -165,6 +165,11 @@ def address(x: Tensor) -> int:
     return memory(x) + int(x.storage_offset()) * x.itemsize
 
 
+def version_of(x: Tensor) -> int:
+    """How often a tensor was written to; 0 for one of inference mode, where nobody counts."""
+    return 0 if x.is_inference() else x._version
+
+
 def _is_plain(x: Tensor) -> bool:
     own_kind = isinstance(x, nn.Parameter) and type(x) is not nn.Parameter
     if own_kind or is_traceable_wrapper_subclass(x) or x.grad_fn is not None:

@@ -163,16 +163,16 @@ def _gates(graph: MixerGraph) -> str | None:
     # The mixers whose results are coefficients alone of what others hold.
     ends = {point.edge.node for point in graph.leaves}
     roots = {i: root.edge.node for i, root in graph.entries.items() if root is not None}
-    # A root that is a coefficient itself, such as a probability, tells nothing.
-    holding = {i: node for i, node in roots.items() if carrying([node], ends).get(node)}
     found = []
     for i, leaf in graph.exits.items():
-        read_by = [node for k, node in holding.items() if i in graph.reads[k]]
-        start = leaf.edge.node
-        if i >= 0 and read_by:
-            carries = carrying(read_by, [start], ends - {start})
-            if not any(carries[node] or is_added(node, start, ends) for node in read_by):
-                found.append(graph.name(i))
+        start, readers = leaf.edge.node, [node for k, node in roots.items() if i in graph.reads[k]]
+        carries = carrying(readers, [start], ends - {start})
+        if i < 0 or any(carries[node] for node in readers):
+            continue
+        # A root that is a coefficient itself, such as a probability, tells nothing.
+        holding = [node for node in readers if carrying([node], ends)[node]]
+        if holding and not any(is_added(node, start, ends) for node in holding):
+            found.append(graph.name(i))
     return ", ".join(found) or None
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import families
 import pytest
 import torch
-import transformers
 from models import without_biases
 from multimodal import MULTIMODAL, multimodal
 from torch import Tensor, nn
@@ -189,8 +188,6 @@ def test_placeholders_that_are_looked_up_are_refused(images: Tensor) -> None:
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_models_of_images_and_sound(name: str) -> None:
-    if not hasattr(transformers, name):
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     model, inputs = multimodal(name)
     with torch.no_grad():
         score = model(**inputs).logits[:, -1, 3]

@@ -97,8 +97,8 @@ def read_texts(
         with numbered(k, len(texts)):
             if isinstance(text, Ids) and text.media is not None:
                 check_ids(torch.tensor([text.ids]), model, text.media)
-                read = read_ids(tokenizer, text.ids, "the text", placeholders(model))
-                found.append(placed(read, text.media, model, processor))
+                whole = read_ids(tokenizer, text.ids, "the text", placeholders(model))
+                found.append(placed(whole, text.media, model, processor))
                 continue
             found.append(_read(tokenizer, text))
             check_text(torch.tensor([found[-1].ids]), model)
