@@ -45,6 +45,14 @@ template <class T>
 INLINE Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
+template <class T, class Join>
+INLINE T folded(Vec<T> v, Join join) {
+  T part[lanes<T>];
+  store(part, v);
+  for (int64_t half = lanes<T> / 2; half; half /= 2)
+    for (int64_t k = 0; k < half; ++k) part[k] = join(part[k], part[k + half]);
+  return part[0];
+}
 template <class T>
 INLINE T total(Vec<T> v) {
 #if CAPTUM_SSM_VECTOR_BYTES == 64
@@ -53,11 +61,7 @@ INLINE T total(Vec<T> v) {
   else
     return _mm512_reduce_add_pd((__m512d)v);
 #else
-  T part[lanes<T>];
-  store(part, v);
-  for (int64_t half = lanes<T> / 2; half; half /= 2)
-    for (int64_t k = 0; k < half; ++k) part[k] += part[k + half];
-  return part[0];
+  return folded<T>(v, [](T x, T y) { return x + y; });
 #endif
 }
 
@@ -69,26 +73,22 @@ INLINE T most_of(Vec<T> v) {
   else
     return _mm512_reduce_max_pd((__m512d)v);
 #else
-  T part[lanes<T>];
-  store(part, v);
-  for (int64_t half = lanes<T> / 2; half; half /= 2)
-    for (int64_t k = 0; k < half; ++k) part[k] = larger(part[k], part[k + half]);
-  return part[0];
+  return folded<T>(v, [](T x, T y) { return larger(x, y); });
 #endif
 }
 
 // The lanes from kBy <= lanes on of two vectors, one after the other.
 template <int kBy, class T>
 INLINE Vec<T> shifted(Vec<T> v, Vec<T> next) {
-  typename VecOf<T>::bits at;
-#pragma GCC unroll 16
-  for (int k = 0; k < lanes<T>; ++k) at[k] = k + kBy;
 #if defined(__clang__)
   Vec<T> out;
   for (int k = 0; k < lanes<T>; ++k)
     out[k] = k + kBy < lanes<T> ? v[k + kBy] : next[k + kBy - lanes<T>];
   return out;
 #else
+  typename VecOf<T>::bits at;
+#pragma GCC unroll 16
+  for (int k = 0; k < lanes<T>; ++k) at[k] = k + kBy;
   return __builtin_shuffle(v, next, at);
 #endif
 }
