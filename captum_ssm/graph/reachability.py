@@ -332,7 +332,7 @@ def is_added(root: Node, start: Node, ends: Collection[Node]) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    # Of several tensors, not of one and a number.
+    # Several tensors are multiplied, not one by a number.
     return node.name().startswith(_FACTORS) and len([*_inputs(node)]) > 1
 
 
