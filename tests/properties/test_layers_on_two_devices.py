@@ -36,23 +36,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def in_a_process(what: str) -> list[str]:
+def in_a_process(*what: str) -> list[str]:
     """The lines that this file prints, run by itself."""
     pytest.importorskip("accelerate")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
-        [sys.executable, __file__, what], env=environment, capture_output=True, text=True
+        [sys.executable, __file__, *what], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout.splitlines()
 
 
-def test_methods_with_layers_on_two_devices():
-    assert in_a_process("methods") == [family for family, *_ in CASES]
-
-
-def test_mixers_that_are_sent_to_another_device_and_back():
-    assert in_a_process("mixers") == ["Model", "Stack", "refused"]
+def test_methods_with_layers_and_mixers_on_two_devices():
+    of_layers, of_mixers = [family for family, *_ in CASES], ["Model", "Stack", "refused"]
+    assert in_a_process("methods", "mixers") == of_layers + of_mixers
 
 
 @pytest.mark.slow
@@ -209,4 +206,5 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for what in sys.argv[1:]:
+        main(what)
