@@ -48,13 +48,13 @@ class Generation:
         """
         device = next(model.parameters()).device
         ids = torch.tensor([question.prompt.ids], device=device)
-        media, run = question.prompt.media, question.run
+        media, tokenizer = question.prompt.media, question.asked.tokenizer
         told = refusals_explained(model, media, ids)
         with torch.no_grad(), random_state_kept(), _settings_kept(model), told:
             if callable(getattr(model, "generate", None)):
                 whole = self._generated(model, ids, {} if media is None else media.on(ids))
             else:
-                whole = self._likeliest(run, ids, question.tokenizer)
+                whole = self._likeliest(question.task.run_on(question.prompt), ids, tokenizer)
         P = ids.shape[1]
         if whole.shape[-1] <= P or not torch.equal(whole[:P], ids[0]):
             raise InputError(
@@ -62,7 +62,7 @@ class Generation:
                 f"{P} tokens; expected the text, and at least one token after it. Write the answer "
                 "first, and pass its ids: target=ids."
             )
-        answer = read_ids(question.tokenizer, whole[P:].tolist(), "the answer")
+        answer = read_ids(tokenizer, whole[P:].tolist(), "the answer")
         return replace(question, target=answer)
 
     def _generated(self, model: nn.Module, ids: Tensor, media: Mapping[str, Any]) -> Tensor:

@@ -27,11 +27,10 @@ from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.questions.arrays import array_questions
 from captum_ssm.explanation.make.questions.asked import Answerable, text_questions
 from captum_ssm.explanation.make.questions.base import TextSetup
-from captum_ssm.explanation.make.questions.images import image_questions
 from captum_ssm.explanation.make.questions.kinds import Task, task_of
-from captum_ssm.explanation.make.questions.series import series_questions
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.relevance.rows import RowSource
@@ -209,8 +208,7 @@ class Explainer:
         found = found.named(self.features)
         if found.note:
             self.setup.note(found.note)
-        ask = image_questions if found.kind in ("image", "video") else series_questions
-        return ask(found, target, against, self.labels)
+        return array_questions(found, target, against, self.labels)
 
     def answer(self, questions: Sequence[Answerable], target: Any = None) -> list[Example]:
         """The example of each question.

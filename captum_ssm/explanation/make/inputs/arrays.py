@@ -77,6 +77,11 @@ class Given:
     std: Any = None
     note: str = ""
 
+    @property
+    def is_pixels(self) -> bool:
+        """Whether it is images or videos."""
+        return self.kind in ("image", "video")
+
     def named(self, features: Sequence[str] | None) -> Given:
         """A copy with other names of its features; None leaves them.
 

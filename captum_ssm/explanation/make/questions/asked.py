@@ -10,7 +10,7 @@ from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.parse_inputs import Text, numbered, read_texts
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Setup, Steps, TextSetup, per_example
-from captum_ssm.explanation.make.questions.classes import ClassQuestion, LabelQuestion
+from captum_ssm.explanation.make.questions.classes import ClassQuestion
 from captum_ssm.explanation.make.questions.kinds import Kind, Task
 from captum_ssm.explanation.make.questions.places import PlacesQuestion
 from captum_ssm.explanation.make.questions.texts import TextQuestion
@@ -32,7 +32,7 @@ class Answerable(Protocol):
 QUESTIONS: dict[Kind, Any] = {
     "tokens": TextQuestion,
     "classes": ClassQuestion,
-    "labels": LabelQuestion,
+    "labels": ClassQuestion,
     "places": PlacesQuestion,
 }
 

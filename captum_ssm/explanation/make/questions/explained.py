@@ -1,8 +1,10 @@
-"""The example that an explained text becomes: its rows, units and maps."""
+"""The example that an explained text becomes, and what questions share that read it once."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,9 +12,18 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import LaTIM
 from captum_ssm.explanation import Example, Maps, Span
+from captum_ssm.explanation.make.inputs.media import check_ids
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, to_numpy
+from captum_ssm.explanation.make.questions.base import (
+    Questions,
+    Setup,
+    Steps,
+    TextSetup,
+    to_numpy,
+)
 from captum_ssm.explanation.make.questions.circuits import circuits
+from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.questions.observed import Look, Seen
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.units import (
     lines,
@@ -26,6 +37,40 @@ from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
 
 WIDTH = 60  # characters of a text that names its example
+
+
+@dataclass(frozen=True)
+class OneTextQuestion(ABC):
+    """What is asked about one text, whatever the model tells of it."""
+
+    task: Task
+    text: TokenizedText
+    asked: TextSetup
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.text.tokens)
+
+    def answer(self, setup: Setup) -> Steps[Example]:
+        """The text, explained.
+
+        Raises:
+            ValueError, TypeError: as for ``explain``.
+        """
+        ids = torch.tensor([self.text.ids], device=next(setup.model.parameters()).device)
+        check_ids(ids, setup.model, self.text.media)
+        if setup.lens:
+            setup.note("no lens: the model has no vocabulary")
+        run = self.task.run_on(self.text)
+        seen = yield Look(run, ids, first=self.task.first)
+        questions = Questions(setup, self.task.names.__getitem__, run, self.task.probabilities)
+        self.ask(questions, seen)
+        return (yield from explained_text(questions, ids, self.text, self.size, self.asked.spans))
+
+    @abstractmethod
+    def ask(self, questions: Questions, seen: Seen) -> None:
+        """Add the outputs that are explained, given what the model returned."""
 
 
 def explained_text(

@@ -80,10 +80,15 @@ def classes_of(
     wanted, other = class_of("target", target, labels), class_of("against", against, labels)
     chosen = int(logits.argmax()) if wanted is None else wanted
     if other == chosen:
-        raise TargetError(
-            f"against is {against!r}, the class that is explained; expected another class."
-        )
+        raise itself(against)
     return chosen, other
+
+
+def itself(against: Any) -> TargetError:
+    """The error for a class that is explained against itself."""
+    return TargetError(
+        f"against is {against!r}, the class that is explained; expected another class."
+    )
 
 
 def _unknown(name: str, wanted: str, labels: Sequence[str], hint: str = "") -> TargetError:

@@ -13,9 +13,9 @@ from torch import Tensor
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Choices, Questions, TextSetup
+from captum_ssm.explanation.make.questions.explained import OneTextQuestion
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.observed import Seen
-from captum_ssm.explanation.make.questions.one_text import OneTextQuestion
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
 from captum_ssm.utils.integers import as_index
@@ -56,7 +56,7 @@ class PlacesQuestion(OneTextQuestion):
         chosen, other = _place("target", target, text), _place("against", against, text)
         if chosen is not None and chosen == other:
             raise _itself(text, chosen)
-        return cls(task, text, asked.spans, chosen, other)
+        return cls(task, text, asked, chosen, other)
 
     def ask(self, questions: Questions, seen: Seen) -> None:
         """The answer as a whole, its start and its end."""

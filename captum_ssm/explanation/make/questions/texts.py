@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
+from captum_ssm.explanation.make.answers.whole import WholeAnswer
 from captum_ssm.explanation.make.inputs.media import check_ids
 from captum_ssm.explanation.make.inputs.reading import (
     TokenizedText,
@@ -26,10 +26,8 @@ from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, 
 from captum_ssm.explanation.make.questions.explained import explained_text
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.lens import Lens
-from captum_ssm.explanation.make.questions.observed import FirstRun, Look
-from captum_ssm.explanation.make.recorded import Recorded
+from captum_ssm.explanation.make.questions.observed import Look
 from captum_ssm.explanation.make.relevance.run import Run
-from captum_ssm.explanation.replayed import Replay
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import require_known
 
@@ -38,16 +36,11 @@ from captum_ssm.utils.vocabulary import require_known
 class TextQuestion:
     """What is asked about one text, after which, or along which, the model tells the next token."""
 
-    tokenizer: Any
+    task: Task
     prompt: TokenizedText
     target: TokenizedText | None
     against: TokenizedText | None
-    position: int | Sequence[int] | str | None
-    spans: Mapping[str, tuple[int, int]]
-    asked: AskedAnswer
-    run: Run
-    first: FirstRun | None = None
-    recorded: Recorded | None = None
+    asked: TextSetup
 
     @classmethod
     def of(
@@ -63,18 +56,17 @@ class TextQuestion:
                 "there is a second text (a pair, or token_type_ids), and the model tells the next "
                 "token of one; expected one text per example."
             )
-        tokenizer, position = asked.tokenizer, asked.position
-        target = _continuation(tokenizer, as_continuation(target), "target")
-        against = _continuation(tokenizer, as_continuation(against), "against")
-        if asked.answer.is_asked and position is not None:
+        target = _continuation(asked.tokenizer, as_continuation(target), "target")
+        against = _continuation(asked.tokenizer, as_continuation(against), "against")
+        if asked.answer.is_asked and asked.position is not None:
             raise InputError(
-                f"position is {position!r}, which explains tokens of the text, and span or hops "
-                "explain the continuation together; give one of them."
+                f"position is {asked.position!r}, which explains tokens of the text, and span or "
+                "hops explain the continuation together; give one of them."
             )
-        how = position, asked.spans, asked.answer
-        run = task.run_on(text)
-        question = cls(tokenizer, text, target, against, *how, run, task.first, asked.recorded)
-        _arranged(question)
+        question = cls(task, text, target, against, asked)
+        if not question.follows_text:
+            _require_one_token("target", target)
+            _require_one_token("against", against)
         return question
 
     @property
@@ -82,47 +74,109 @@ class TextQuestion:
         """How many tokens there are."""
         return len(self.prompt.tokens) + (0 if self.target is None else len(self.target.tokens))
 
+    @property
+    def follows_text(self) -> bool:
+        """Whether answers are what follows the text, and not any at tokens that were asked for."""
+        return positions_in(self.asked.position, len(self.prompt.tokens)) is None
+
+    @property
+    def ids(self) -> list[int]:
+        """What the model reads."""
+        if self.target is None or not self.follows_text:
+            return self.prompt.ids
+        return self.prompt.ids + self.target.ids[:-1]
+
+    @property
+    def positions(self) -> list[int]:
+        """The tokens at which answers are explained."""
+        P = len(self.prompt.tokens)
+        first = 0 if is_all(self.asked.position) else P - 1
+        asked = positions_in(self.asked.position, P)
+        return list(range(first, len(self.ids))) if asked is None else asked
+
     def answer(self, setup: Setup) -> Steps[Example]:
         """The text, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        texts = _arranged(self)
-        ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
+        ids = torch.tensor([self.ids], device=next(setup.model.parameters()).device)
         check_ids(ids, setup.model, self.prompt.media)
-        told = [] if self.recorded is None else self.recorded.read_at
-        read = sorted({*texts.positions, *told})
+        recorded, run = self.asked.recorded, self.task.run_on(self.prompt)
+        told = [] if recorded is None else recorded.read_at
+        read = sorted({*self.positions, *told})
         if setup.lens:
-            logits, layers = _layered(setup, self.run, ids, read)
+            logits, layers = _layered(setup, run, ids, read)
         else:
-            seen = yield Look(self.run, ids, read, self.first)
+            seen = yield Look(run, ids, read, self.task.first)
             logits, layers = seen.scores[0].float(), []
-        _require_ids("target", texts.target, logits.shape[-1])
-        _require_ids("against", texts.against, logits.shape[-1])
+        _require_ids("target", self.target, logits.shape[-1])
+        _require_ids("against", self.against, logits.shape[-1])
         places = {position: k for k, position in enumerate(read)}
-        replay = self._compared(logits[[places[position] for position in told]])
-        rows = [places[position] for position in texts.positions]
+        replay = None
+        if recorded is not None and self.target is not None:
+            tokens = (*self.prompt.tokens, *self.target.tokens)
+            replay = recorded.compared(logits[[places[position] for position in told]], tokens)
+        rows = [places[position] for position in self.positions]
         logits, layers = logits[rows], [layer[rows] for layer in layers]
-        whole = texts.prompt
-        if texts.follows_text:
-            texts, whole = _followed(self, texts, int(logits[-1].argmax()))
-        P = len(texts.prompt.tokens)
-        questions = Questions(setup, answer_text(self.tokenizer), self.run)
-        thoughts = self.asked.thoughts(whole.tokens, P)
-        if self.asked.span is None:
-            _add(questions, self.tokenizer, texts, whole, logits, layers)
-        if self.asked.is_asked:
-            part = self.asked.part(whole.tokens, P, thoughts)
-            questions.add_answer(WholeAnswer(self.asked, whole, P, part, self.run, ids), logits)
-        example = yield from explained_text(questions, ids, whole, P, self.spans)
+        followed, whole = self._followed(int(logits[-1].argmax()))
+        P, answer = len(self.prompt.tokens), self.asked.answer
+        questions = Questions(setup, answer_text(self.asked.tokenizer), run)
+        thoughts = answer.thoughts(whole.tokens, P)
+        if answer.span is None:
+            followed._add(questions, whole, logits, layers)
+        if answer.is_asked:
+            part = answer.part(whole.tokens, P, thoughts)
+            questions.add_answer(WholeAnswer(answer, whole, P, part, run, ids), logits)
+        example = yield from explained_text(questions, ids, whole, P, self.asked.spans)
         return replace(example, reasoning=thoughts, replay=replay)
 
-    def _compared(self, logits: Tensor) -> Replay | None:
-        # What a server recorded, and these logits of the tokens that it recorded.
-        if self.recorded is None or self.target is None:
-            return None
-        return self.recorded.compared(logits, (*self.prompt.tokens, *self.target.tokens))
+    def _followed(self, predicted: int) -> tuple[TextQuestion, TokenizedText]:
+        # With a target, which is what the model predicts if none was given; and the whole text.
+        prompt, tokenizer = self.prompt, self.asked.tokenizer
+        if not self.follows_text:
+            return self, prompt
+        if self.target is None:
+            target = _next(tokenizer, prompt, predicted)
+            return replace(self, target=target), prompt.followed_by(target)
+        return self, prompt.followed_by(self.target, between(tokenizer, prompt, self.target))
+
+    def _add(
+        self,
+        questions: Questions,
+        whole: TokenizedText,
+        logits: Tensor,
+        layers: Sequence[Tensor],
+    ) -> None:
+        # One output for each token that is explained by itself.
+        contrasts = self._contrasts(logits)
+        unknown = getattr(self.asked.tokenizer, "unk_token_id", None)
+        follows_text = self.follows_text
+        for k, position in enumerate(self.positions):
+            chosen, typed = None if self.target is None else self.target.ids[0], None
+            if follows_text:
+                token = whole.tokens[position + 1]
+                chosen, typed = token.id, token.text.strip() if token.id == unknown else None
+            lens = [layer[k] for layer in layers]
+            questions.add(logits[k], position, chosen, contrasts.get(k), lens, typed)
+
+    def _contrasts(self, logits: Tensor) -> dict[int, int]:
+        # By output: what is explained against. Two continuations share what is before their first
+        # difference, and nothing after it.
+        target, against = self.target, self.against
+        if against is None:
+            return {}
+        if not self.follows_text:
+            chosen = [int(row.argmax()) if target is None else target.ids[0] for row in logits]
+            if against.ids[0] in chosen:
+                raise _itself(against, target is None)
+            return dict.fromkeys(range(len(self.positions)), against.ids[0])
+        assert target is not None
+        pairs = enumerate(zip(target.ids, against.ids, strict=False))
+        k = next((k for k, (token, other) in pairs if token != other), None)
+        if k is None:
+            raise _itself(against, False)
+        return {self.positions.index(len(self.prompt.tokens) - 1 + k): against.ids[k]}
 
 
 def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:
@@ -141,63 +195,6 @@ def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:
     if None in ids:
         raise TypeError(f"target is {target!r}; expected a text, a token id, or several ids.")
     return ids  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class _Texts:
-    # The texts of a question, the ids that the model reads, and the tokens at which answers are
-    # explained: those of the text that follows, or of any answer at positions that were asked for.
-    prompt: TokenizedText
-    target: TokenizedText | None
-    against: TokenizedText | None
-    ids: list[int]
-    positions: list[int]
-    follows_text: bool
-
-
-def _arranged(question: TextQuestion) -> _Texts:
-    prompt, target, against = question.prompt, question.target, question.against
-    P = len(prompt.tokens)
-    positions = positions_in(question.position, P)
-    if positions is not None:
-        _require_one_token("target", target)
-        _require_one_token("against", against)
-        return _Texts(prompt, target, against, prompt.ids, positions, False)
-    ids = prompt.ids + ([] if target is None else target.ids[:-1])
-    first = 0 if is_all(question.position) else P - 1
-    return _Texts(prompt, target, against, ids, list(range(first, len(ids))), True)
-
-
-def _followed(
-    question: TextQuestion, texts: _Texts, predicted: int
-) -> tuple[_Texts, TokenizedText]:
-    # With a target, which is what the model predicts if none was given; and the whole text.
-    if texts.target is None:
-        target, gap = _next(question.tokenizer, texts.prompt, predicted), ""
-    else:
-        target = texts.target
-        gap = between(question.tokenizer, texts.prompt, target)
-    return replace(texts, target=target), texts.prompt.followed_by(target, gap)
-
-
-def _add(
-    questions: Questions,
-    tokenizer: Any,
-    texts: _Texts,
-    whole: TokenizedText,
-    logits: Tensor,
-    layers: Sequence[Tensor],
-) -> None:
-    # One output for each token that is explained by itself.
-    contrasts = _contrasts(texts, logits)
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    for k, position in enumerate(texts.positions):
-        chosen, typed = None if texts.target is None else texts.target.ids[0], None
-        if texts.follows_text:
-            token = whole.tokens[position + 1]
-            chosen, typed = token.id, token.text.strip() if token.id == unknown else None
-        lens = [layer[k] for layer in layers]
-        questions.add(logits[k], position, chosen, contrasts.get(k), lens, typed)
 
 
 def _continuation(
@@ -248,25 +245,6 @@ def _layered(
     if layers is None:
         setup.note("no lens: the model's final norm and head were not found")
     return logits, layers or []
-
-
-def _contrasts(texts: _Texts, logits: Tensor) -> dict[int, int]:
-    # By output: what is explained against. Two continuations share what is before their first
-    # difference, and nothing after it.
-    target, against = texts.target, texts.against
-    if against is None:
-        return {}
-    if not texts.follows_text:
-        chosen = [int(row.argmax()) if target is None else target.ids[0] for row in logits]
-        if against.ids[0] in chosen:
-            raise _itself(against, target is None)
-        return dict.fromkeys(range(len(texts.positions)), against.ids[0])
-    assert target is not None
-    pairs = enumerate(zip(target.ids, against.ids, strict=False))
-    k = next((k for k, (token, other) in pairs if token != other), None)
-    if k is None:
-        raise _itself(against, False)
-    return {texts.positions.index(len(texts.prompt.tokens) - 1 + k): against.ids[k]}
 
 
 def _itself(against: TokenizedText, predicted: bool) -> TargetError:

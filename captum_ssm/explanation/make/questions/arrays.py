@@ -1,0 +1,153 @@
+"""One input that is not a text: an image, a video, a series or a row of a table, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.inputs.arrays import Given, arranged
+from captum_ssm.explanation.make.inputs.pictures import shown
+from captum_ssm.explanation.make.questions.base import (
+    Questions,
+    Setup,
+    Steps,
+    per_example,
+    to_numpy,
+)
+from captum_ssm.explanation.make.questions.forecasts import add_forecast
+from captum_ssm.explanation.make.questions.labels import classes_of, configured, names_of
+from captum_ssm.explanation.make.questions.observed import Look
+from captum_ssm.explanation.make.relevance.run import Run
+from captum_ssm.inspection.implicit_attention import token_grids
+
+PLACEHOLDER = re.compile(r"LABEL_\d+")
+# Whether it is of pixels: the axes that an output may have, and what is said of another one.
+OUTPUTS = {
+    True: ((2,), "image", "one score per class, (1, classes)"),
+    False: ((2, 3), "series", "(1, classes), (1, numbers) or (1, steps, features)"),
+}
+
+
+@dataclass(frozen=True)
+class ArrayQuestion:
+    """What is asked about one of the inputs that are given: as ``explain`` takes it.
+
+    The output for pixels is one score per class. That for a series or a row is, too, with
+    ``labels``, or those of the model's configuration; without, each of its numbers is a forecast.
+    """
+
+    given: Given
+    index: int
+    target: Any
+    against: Any
+    labels: Sequence[str] | Mapping[int, str] | None
+
+    @property
+    def values(self) -> Tensor:
+        """The input, ``(1, ...)``."""
+        return self.given.examples[self.index]
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return self.values.numel()
+
+    def answer(self, setup: Setup) -> Steps[Example]:
+        """The input, explained.
+
+        Raises:
+            ValueError, TypeError: as for ``explain``.
+        """
+        values = self.values.to(next(setup.model.parameters()).device)
+        seen = yield Look(Run(setup.model), values)
+        output = seen.scores.float()
+        self._check(setup, output)
+        questions = self._asked(setup, output[0])
+        questions.require_memory(self._kept(values).numel())
+        relevance, deltas = yield from questions.explained(values, self._kept)
+        return Example(
+            self.given.names[self.index],
+            tuple(questions.outputs),
+            relevance,
+            deltas,
+            **self._shown(setup.model, values),
+            validation=questions.validation,
+        )
+
+    def _check(self, setup: Setup, output: Tensor) -> None:
+        axes, kind, expected = OUTPUTS[self.given.is_pixels]
+        if output.shape[0] != 1 or output.dim() not in axes:
+            raise InputError(
+                f"the model returns an output of shape {tuple(output.shape)} for one {kind}; "
+                f"expected {expected}. Other outputs are explained by the methods' own attribute, "
+                "with a target that selects one number."
+            )
+        if not self.given.is_pixels or self.given.axes.index("c") == 1:
+            return
+        for name, method in setup.methods.items():  # parts are found behind the channels
+            if getattr(method, "removes_parts", False):
+                raise InputError(
+                    f"{name} removes parts of a video (B, C, T, H, W), and this model takes (B, T, "
+                    "C, H, W); expected other methods, or a model that moves the axes itself."
+                )
+
+    def _asked(self, setup: Setup, output: Tensor) -> Questions:
+        if not self._has_classes(setup.model, output):
+            questions = Questions(setup, str)
+            add_forecast(questions, output, self.given.features, self.target, self.against)
+            return questions
+        names = names_of(self.labels, setup.model, len(output))
+        questions = Questions(setup, names.__getitem__)
+        questions.add(output, None, *classes_of(self.target, self.against, names, output))
+        return questions
+
+    def _has_classes(self, model: Any, output: Tensor) -> bool:
+        # Classes have names; a configuration that nobody filled in has placeholders.
+        if self.given.is_pixels or output.dim() != 1:
+            return self.given.is_pixels
+        names = configured(model)
+        is_named = not all(PLACEHOLDER.fullmatch(str(name)) for name in names.values())
+        return self.labels is not None or (len(names) == len(output) and is_named)
+
+    def _kept(self, rows: Tensor) -> Tensor:
+        # Rows (R, ...) in the model's axes, without channels, or as (R, T, F) or (R, F).
+        axes = self.given.axes
+        if self.given.is_pixels:
+            return rows.sum(axes.index("c"))
+        if axes == "1f":
+            return rows
+        if "f" not in axes:
+            return rows.flatten(1)[..., None]
+        return arranged(rows, f"{axes.replace('1', 'r')}->rtf")
+
+    def _shown(self, model: Any, values: Tensor) -> dict[str, Any]:
+        given = self.given
+        if not given.is_pixels:
+            return {"series": to_numpy(self._kept(self.values)[0]), "features": given.features}
+        channels = given.axes.index("c")
+        pixels = values[0].movedim(channels - 1, 0).cpu()
+        grid = _grid(model, values) if channels == 1 else None
+        return {"image": shown(pixels, given.mean, given.std), "grid": grid}
+
+
+def array_questions(found: Given, target: Any, against: Any, labels: Any) -> list[ArrayQuestion]:
+    """What is asked about each input.
+
+    Raises:
+        ValueError: for targets that are not one per example.
+    """
+    B = len(found.examples)
+    targets, others = per_example("target", target, B), per_example("against", against, B)
+    pairs = enumerate(zip(targets, others, strict=True))
+    return [ArrayQuestion(found, k, a, b, labels) for k, (a, b) in pairs]
+
+
+def _grid(model: Any, pixels: Tensor) -> tuple[int, ...] | None:
+    shapes = [tuple(grid.shape) for grid in token_grids(model, pixels).values() if grid is not None]
+    return shapes[0] if shapes and len(shapes[0]) == pixels.dim() - 2 else None
