@@ -19,6 +19,20 @@ def as_index(value: Any) -> int | None:
         return None
 
 
+def count_of(name: str, value: Any, least: int, or_none: bool = False) -> Any:
+    """A count as an int, where a user passed one; with ``or_none`` None stays None.
+
+    Raises:
+        InputError: for what is not an integer, and one below ``least``.
+    """
+    count = as_index(value)
+    if (value is None and or_none) or (count is not None and count >= least):
+        return count
+    raise InputError(
+        f"{name} is {value!r}; expected an integer from {least} on{', or None' * or_none}."
+    )
+
+
 def as_integers(value: Any, device: torch.device) -> Tensor | None:
     """Integers of Python, numpy or torch as an int64 tensor; None for anything else."""
     try:

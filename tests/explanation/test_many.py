@@ -1,6 +1,7 @@
 """Many inputs at once: the same as one by one, in few runs, and each with its own errors."""
 
 from collections import Counter
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vision_models import vim
 from captum_ssm import InputError, explain
 from captum_ssm.attr import MambaAttribution, MambaLRP, MambaRollout
 from captum_ssm.explanation.make.many import Explainer, InputRow
+from captum_ssm.explanation.make.parse import OPTIONS
 from captum_ssm.explanation.make.relevance import rows as rows_module
 
 TEXTS = ["w3 w4 w5 w9", "w9 w8", "w30 w3 w3 w4 w7 w6", "w5", "w8 w9", "w6 w7 w8 w9"]
@@ -160,6 +162,13 @@ def test_arrays_of_integers_are_ids_where_there_is_a_tokenizer(tokenizer):
     assert_close(explain(model, tokenizer, {"input_ids": arrays}), expected)
     for one in (arrays[0], arrays[0][None]):
         assert_close(explain(model, tokenizer, one), expected[:1])
+
+
+def test_options_are_those_of_explain():
+    known = signature(explain).parameters
+    assert {name: known[name].default for name in OPTIONS} == OPTIONS
+    with pytest.raises(TypeError, match=r"no option 'metods'\. Did you mean 'methods'"):
+        Explainer(tiny("mamba"), metods="rollout")
 
 
 def test_each_input_has_its_own_error(tokenizer):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.many import Explainer
+from captum_ssm.explanation.make.parse import OPTIONS
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.suggestions import closest
 
@@ -222,36 +223,11 @@ def explain(
         >>> len(explanation.examples[0].outputs)
         2
     """
+    options = {name: value for name, value in locals().items() if name in OPTIONS}
     model, tokenizer, inputs, processor = unpacked(model, tokenizer, inputs, processor)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
-    explainer = Explainer(
-        model,
-        tokenizer,
-        max_new_tokens=max_new_tokens,
-        generation=generation,
-        methods=methods,
-        validate=validate,
-        span=span,
-        hops=hops,
-        reasoning=reasoning,
-        through=through,
-        position=position,
-        units=units,
-        alternatives=alternatives,
-        maps=maps,
-        layers=layers,
-        lens=lens,
-        circuit=circuit,
-        processor=processor,
-        labels=labels,
-        features=features,
-        mean=mean,
-        std=std,
-        title=title,
-        memory_limit=memory_limit,
-        show_progress=show_progress,
-    )
+    explainer = Explainer(model, tokenizer, **options | {"processor": processor})
     questions = explainer.questions(inputs, tensors, messages, target, against)
     examples = explainer.answer(questions, target)
     return explainer.explanation(examples, target, against)

@@ -17,7 +17,7 @@ from captum_ssm.explanation.make.inputs.reading import read_ids
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.utils.blocks import contextmanager
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of
 from captum_ssm.utils.random_state import random_state_kept
 from captum_ssm.utils.suggestions import did_you_mean
 
@@ -38,7 +38,7 @@ class Generation:
     length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def written(self, question: TextQuestion, model: nn.Module) -> TextQuestion:
+    def written(self, question: TextQuestion) -> TextQuestion:
         """The question with what the model writes as its target.
 
         The model's settings and the random state are left as they were.
@@ -46,9 +46,10 @@ class Generation:
         Raises:
             ValueError: for options that ``generate`` does not have, and where it writes nothing.
         """
+        model: nn.Module = question.setup.model
         device = next(model.parameters()).device
         ids = torch.tensor([question.prompt.ids], device=device)
-        media, tokenizer = question.prompt.media, question.asked.tokenizer
+        media, tokenizer = question.prompt.media, question.setup.tokenizer
         told = refusals_explained(model, media, ids)
         with torch.no_grad(), random_state_kept(), _settings_kept(model), told:
             if callable(getattr(model, "generate", None)):
@@ -102,7 +103,7 @@ class Generation:
         return ids[0]
 
 
-def written(question: Any, model: nn.Module, generation: Generation | None) -> Any:
+def written(question: Any, generation: Generation | None) -> Any:
     """A question with what the model writes as its target, where it is to write.
 
     Raises:
@@ -116,7 +117,7 @@ def written(question: Any, model: nn.Module, generation: Generation | None) -> A
             "max_new_tokens is given, and the model does not write texts: expected a language "
             "model and a text. Leave max_new_tokens and generation out."
         )
-    return generation.written(question, model)
+    return generation.written(question)
 
 
 def parse_generation(
@@ -139,9 +140,7 @@ def parse_generation(
     if max_new_tokens is not None and "max_new_tokens" in options:
         raise InputError("max_new_tokens is given twice, also in generation; give it once.")
     asked = options.pop("max_new_tokens", max_new_tokens)
-    length = as_index(asked)
-    if asked is not None and (length is None or length < 1):
-        raise InputError(f"max_new_tokens is {asked!r}; expected an integer from 1 on.")
+    length = None if asked is None else count_of("max_new_tokens", asked, 1)
     count = options.get("num_return_sequences", 1)
     if count != 1:
         raise InputError(

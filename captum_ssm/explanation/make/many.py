@@ -15,27 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from captum_ssm.capture import Readout
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.generate import Generation, parse_generation
-from captum_ssm.explanation.make.inputs.arrays import Known, given
+from captum_ssm.explanation.make.inputs.arrays import Given, Known, given
 from captum_ssm.explanation.make.inputs.media import encoded
 from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
-from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.parse import checked_options, parse_setup, parse_spans
 from captum_ssm.explanation.make.questions.arrays import array_questions
 from captum_ssm.explanation.make.questions.asked import Answerable, text_questions
-from captum_ssm.explanation.make.questions.base import TextSetup
+from captum_ssm.explanation.make.questions.base import Setup
 from captum_ssm.explanation.make.questions.kinds import Task, task_of
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.relevance.rows import RowSource
 from captum_ssm.explanation.make.together import Outcome, answered
-from captum_ssm.explanation.parts import RELEVANCE, SPAN
+from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import showing
@@ -83,51 +82,10 @@ class Explainer:
         ((2, 3), 'InputError', 'w5 w6')
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        max_new_tokens: Any = None,
-        generation: Any = None,
-        methods: Any = ("mamba-lrp",),
-        validate: bool = False,
-        span: Any = None,
-        hops: Any = None,
-        reasoning: Any = None,
-        through: Any = RELEVANCE,
-        position: Any = None,
-        units: Any = "token",
-        alternatives: Any = 1,
-        maps: Any = False,
-        layers: Any = None,
-        lens: bool = False,
-        circuit: bool = False,
-        processor: Any = None,
-        labels: Any = None,
-        features: Any = None,
-        mean: Any = None,
-        std: Any = None,
-        title: str | None = None,
-        memory_limit: int | None = None,
-        show_progress: bool = True,
-    ) -> None:
-        model, tokenizer, _, processor = unpacked(model, tokenizer, None, processor)
-        how = methods, alternatives, maps, layers, lens, memory_limit
-        self.setup = parse_setup(model, *how, tokenizer, validate, circuit)
-        if labels is None and isinstance(model, Readout) and model.names:
-            labels = model.names
-        self.processor, self.labels, self.features = processor, labels, features
-        self.mean, self.std, self.title = mean, std, title
-        self.max_new_tokens, self.generation = max_new_tokens, generation
-        self.units, self.reasoning, self.show_progress = units, reasoning, show_progress
-        self.asked = TextSetup(
-            tokenizer,
-            position,
-            parse_spans(units),
-            AskedAnswer.of(span, hops, reasoning, through),
-            processor=processor,
-        )
+    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+        model, tokenizer, _, processor = unpacked(model, tokenizer, None, options.get("processor"))
+        self.options = checked_options(options) | {"processor": processor}
+        self.setup = parse_setup(model, tokenizer, self.options)
         self._task: Task | None = None
         self._known: Known = {}
 
@@ -147,29 +105,27 @@ class Explainer:
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        writing = self._writing(target)
-        setup, tensors = self.setup, {} if tensors is None else tensors
-        asked, units = self._asked_of(row)
+        writing, tensors = self._writing(target), {} if tensors is None else tensors
+        setup, units = self._setup_of(row)
         messages = find_messages(messages, inputs, tensors, units)
         texts, array = None, None
         if messages is None:
-            inputs = encoded(inputs, self._processor(asked.tokenizer))
-            tokenizer, texts, array = parse_inputs(asked.tokenizer, inputs, tensors)
-            asked = replace(asked, tokenizer=tokenizer)
-        if self.features is not None and (messages is not None or texts is not None):
+            inputs = encoded(inputs, _processor(setup))
+            tokenizer, texts, array = parse_inputs(setup.tokenizer, inputs, tensors)
+            setup = replace(setup, tokenizer=tokenizer)
+        if self.options["features"] is not None and (messages is not None or texts is not None):
             raise TypeError("features names those of a series or a table, and the input is a text.")
-        tell = partial(self._tell, asked.tokenizer, row is None)
+        tell = partial(self._tell, setup, row is None)
         found: Sequence[Answerable]
         if messages is not None:
-            is_written = writing is not None
-            found = chat_questions(setup, messages, target, against, tell, asked, is_written)
+            found = chat_questions(setup, messages, target, against, tell, writing is not None)
         elif texts is not None:
-            found = text_questions(setup, texts, target, against, tell, asked)
+            found = text_questions(setup, texts, target, against, tell)
         else:
-            found = self._about_arrays(array, asked.tokenizer, target, against)
-        if asked.answer.is_asked or asked.recorded is not None:
-            _require_continued(found, "span or hops" if asked.answer.is_asked else "a record")
-        if asked.answer.is_asked and setup.validate:
+            found = array_questions(setup, self._given(setup, array), target, against)
+        if setup.answer.is_asked or setup.recorded is not None:
+            _require_continued(found, "span or hops" if setup.answer.is_asked else "a record")
+        if setup.answer.is_asked and setup.validate:
             raise InputError(
                 "validate removes tokens for single outputs, and span or hops explains several "
                 "together; leave one of them out."
@@ -177,38 +133,32 @@ class Explainer:
         return found
 
     def _writing(self, target: Any) -> Generation | None:
-        return parse_generation(self.max_new_tokens, self.generation, target, self.asked.position)
+        length, how = self.options["max_new_tokens"], self.options["generation"]
+        return parse_generation(length, how, target, self.setup.position)
 
-    def _asked_of(self, row: InputRow | None) -> tuple[TextSetup, Any]:
-        # What is asked about texts, and by which units: a row may have its own.
+    def _setup_of(self, row: InputRow | None) -> tuple[Setup, Any]:
+        # How an input is explained, and by which units it is shown: a row may have its own.
+        setup, units = self.setup, self.options["units"]
         if row is None:
-            return self.asked, self.units
-        units, answer = self.units if row.units is None else row.units, self.asked.answer
+            return setup, units
+        units, answer = units if row.units is None else row.units, setup.answer
         if row.span is not None:
             answer = AskedAnswer.of(row.span, answer.hops, answer.reasoning, answer.through)
         spans, recorded = parse_spans(units), row.recorded
-        return replace(self.asked, spans=spans, answer=answer, recorded=recorded), units
+        return replace(setup, spans=spans, answer=answer, recorded=recorded), units
 
-    def _tell(self, tokenizer: Any, is_all: bool, text: TokenizedText, is_one: bool) -> Task:
+    def _tell(self, setup: Setup, is_all: bool, text: TokenizedText, is_one: bool) -> Task:
         if self._task is None:
             is_one = is_one and is_all
-            self._task = task_of(self.setup.model, text, tokenizer, self.labels, is_one)
+            self._task = task_of(setup.model, text, setup.tokenizer, setup.labels, is_one)
         return self._task
 
-    def _processor(self, tokenizer: Any) -> Any:
-        # It may stand in the tokenizer's place.
-        own = None if is_tokenizer(tokenizer) else tokenizer
-        return own if self.processor is None else self.processor
-
-    def _about_arrays(
-        self, arrays: Any, tokenizer: Any, target: Any, against: Any
-    ) -> Sequence[Answerable]:
-        processor = self._processor(tokenizer)
-        found = given(self.setup.model, arrays, processor, self.mean, self.std, self._known)
-        found = found.named(self.features)
+    def _given(self, setup: Setup, arrays: Any) -> Given:
+        norms = self.options["mean"], self.options["std"]
+        found = given(setup.model, arrays, _processor(setup), *norms, self._known)
         if found.note:
-            self.setup.note(found.note)
-        return array_questions(found, target, against, self.labels)
+            setup.note(found.note)
+        return found.named(self.options["features"])
 
     def answer(self, questions: Sequence[Answerable], target: Any = None) -> list[Example]:
         """The example of each question.
@@ -227,8 +177,8 @@ class Explainer:
     def _answered(
         self, questions: Sequence[Answerable], target: Any
     ) -> Iterator[tuple[int, Outcome]]:
-        with showing(None if self.show_progress else False):
-            yield from answered(self.setup, questions, self._writing(target))
+        with showing(None if self.options["show_progress"] else False):
+            yield from answered(questions, self._writing(target))
 
     @workspace()
     def __call__(self, rows: Sequence[InputRow]) -> list[Outcome]:
@@ -270,26 +220,27 @@ class Explainer:
 
     def heading(self, examples: Sequence[Example]) -> str:
         """The title of an explanation of these examples."""
-        return _title(examples, _name(self.setup.model)) if self.title is None else self.title
+        title = self.options["title"]
+        return _title(examples, _name(self.setup.model)) if title is None else str(title)
 
     def explanation(
         self, examples: Iterable[Example], target: Any = None, against: Any = None
     ) -> Explanation:
         """The explanation that holds these examples, and how they were made."""
-        setup, asked, examples = self.setup, self.asked, tuple(examples)
+        setup, options, examples = self.setup, self.options, tuple(examples)
         first = next(setup.model.parameters())
         settings = {
             "target": target,
             "against": against,
-            "position": asked.position,
-            "max_new_tokens": self.max_new_tokens,
-            "generation": self.generation,
-            "units": "span" if asked.spans else self.units,
-            "spans": asked.spans,
-            "span": asked.answer.span,
-            "hops": asked.answer.hops,
-            "reasoning": self.reasoning,
-            "through": asked.answer.through if asked.answer.hops else None,
+            "position": setup.position,
+            "max_new_tokens": options["max_new_tokens"],
+            "generation": options["generation"],
+            "units": "span" if setup.spans else options["units"],
+            "spans": setup.spans,
+            "span": setup.answer.span,
+            "hops": setup.answer.hops,
+            "reasoning": options["reasoning"],
+            "through": setup.answer.through if setup.answer.hops else None,
             "alternatives": setup.alternatives,
             "maps": setup.maps,
             "layers": setup.layers,
@@ -308,6 +259,12 @@ class Explainer:
             _plain(settings),
             _versions(),
         )
+
+
+def _processor(setup: Setup) -> Any:
+    # It may stand in the tokenizer's place.
+    own = None if is_tokenizer(setup.tokenizer) else setup.tokenizer
+    return own if setup.processor is None else setup.processor
 
 
 def _require_continued(questions: Sequence[Answerable], name: str) -> None:

@@ -16,7 +16,7 @@ from captum_ssm.explanation.make.inputs.parse_inputs import numbered, warn_of_un
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.inputs.templates import Message, Rendering, rendered
 from captum_ssm.explanation.make.questions.asked import Answerable, text_questions
-from captum_ssm.explanation.make.questions.base import Setup, TextSetup, per_example
+from captum_ssm.explanation.make.questions.base import Setup, per_example
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.units import Turn, Turns, belongs
@@ -57,7 +57,6 @@ def chat_questions(
     target: Any,
     against: Any,
     tell: Callable[[TokenizedText, bool], Task],
-    asked: TextSetup,
     is_written: bool = False,
 ) -> Sequence[Answerable]:
     """What is asked about each conversation.
@@ -67,19 +66,18 @@ def chat_questions(
     tells classes reads the whole conversation.
 
     Args:
-        setup (Setup): how conversations are explained.
+        setup (Setup): how conversations are explained, such as by which tokenizer.
         messages (list): a conversation, or a list of several.
         target, against (Any): as for ``explain``, one per conversation.
         tell (Callable): what the model puts out, by a text, and whether it is the only one.
-        asked (TextSetup): what is the same for all conversations, such as the tokenizer.
         is_written (bool, optional): whether the model writes the answer. Default: False
 
     Raises:
         ValueError, TypeError: for what is not a conversation, and a tokenizer without a template.
     """
     conversations = _parse(messages)
-    _require_template(asked.tokenizer)
-    chats = [Conversation(asked.tokenizer, tuple(said)) for said in conversations]
+    _require_template(setup.tokenizer)
+    chats = [Conversation(setup.tokenizer, tuple(said)) for said in conversations]
     B = len(chats)
     whole = []
     for k, chat in enumerate(chats):
@@ -89,7 +87,7 @@ def chat_questions(
     warn_of_unknown(whole, stacklevel=6)
     task = tell(whole[0], B == 1)
     if task.kind != "tokens":
-        return text_questions(setup, whole, target, against, tell, asked)
+        return text_questions(setup, whole, target, against, tell)
     targets, others = (
         per_example(name, given, B) for name, given in (("target", target), ("against", against))
     )
@@ -97,7 +95,7 @@ def chat_questions(
     for k, (chat, wanted, other) in enumerate(zip(chats, targets, others, strict=True)):
         with numbered(k, B):
             prompt, answer, rival = chat.asked(wanted, other, is_written)
-            questions.append(TextQuestion.of(task, prompt, answer, rival, asked))
+            questions.append(TextQuestion.of(setup, task, prompt, answer, rival))
     return questions
 
 

@@ -5,34 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from captum_ssm.capture import check_model, unwrap
+from captum_ssm.capture import Readout, check_model, unwrap
+from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer
 from captum_ssm.explanation.make.questions.base import Setup
 from captum_ssm.explanation.make.relevance.methods import ALL, parse_methods
 from captum_ssm.explanation.make.relevance.removal import Replacement
-from captum_ssm.utils.integers import as_index
+from captum_ssm.explanation.parts import RELEVANCE
+from captum_ssm.utils.integers import as_index, count_of
+from captum_ssm.utils.suggestions import did_you_mean
 
 UNITS = ("token", "word", "sentence", "line", "turn")
 MAPS = ("hidden-attention", "latim")
+# By name, what ``explain`` takes for all inputs alike, and its defaults.
+OPTIONS: dict[str, Any] = {
+    **{"max_new_tokens": None, "generation": None, "methods": ("mamba-lrp",), "validate": False},
+    **{"span": None, "hops": None, "reasoning": None, "through": RELEVANCE, "position": None},
+    **{"units": "token", "alternatives": 1, "maps": False, "layers": None, "lens": False},
+    **{"circuit": False, "processor": None, "labels": None, "features": None, "mean": None},
+    **{"std": None, "title": None, "memory_limit": None, "show_progress": True},
+}
 
 
-def parse_setup(
-    model: Any,
-    methods: Any,
-    alternatives: Any,
-    maps: Any,
-    layers: Any,
-    lens: Any,
-    memory_limit: int | None,
-    tokenizer: Any = None,
-    validate: bool = False,
-    circuit: bool = False,
-) -> Setup:
-    """How examples are explained.
+def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of ``explain`` that are not about one input: those that are given, and defaults.
+
+    Raises:
+        TypeError: for another one.
+    """
+    for name in given:
+        if name not in OPTIONS:
+            raise TypeError(f"there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+    return {**OPTIONS, **given}
+
+
+def parse_setup(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Setup:
+    """How inputs are explained.
 
     Raises:
         TypeError: for a model that is not one.
-        ValueError: for an unknown method, option or map, and a negative count.
+        ValueError: for an unknown method, option, unit or map, and a negative count.
     """
     if is_tokenizer(model):
         raise TypeError(
@@ -40,23 +52,29 @@ def parse_setup(
             "text), in this order."
         )
     module = unwrap(check_model(model))
-    tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
-    chosen = parse_methods(methods, model, module, tokenizer, memory_limit)
-    count = as_index(alternatives)
-    if count is None or count < 0:
-        raise ValueError(f"alternatives is {alternatives!r}; expected an integer from 0 on.")
+    named = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
+    methods, labels, limit = (options[name] for name in ("methods", "labels", "memory_limit"))
+    if labels is None and isinstance(model, Readout):
+        labels = model.names or None
+    whole = (options[name] for name in ("span", "hops", "reasoning", "through"))
     return Setup(
-        module,
-        chosen,
-        count,
-        _maps(maps),
-        layers,
-        bool(lens),
-        memory_limit,
-        Replacement.of(tokenizer),
-        bool(validate),
-        isinstance(methods, str) and methods == ALL,
-        bool(circuit),
+        model=module,
+        methods=parse_methods(methods, model, module, named, limit),
+        tokenizer=tokenizer,
+        processor=options["processor"],
+        labels=labels,
+        alternatives=count_of("alternatives", options["alternatives"], 0),
+        maps=_maps(options["maps"]),
+        layers=options["layers"],
+        lens=bool(options["lens"]),
+        circuit=bool(options["circuit"]),
+        memory_limit=limit,
+        replacement=Replacement.of(named),
+        validate=bool(options["validate"]),
+        skips_failing=isinstance(methods, str) and methods == ALL,
+        position=options["position"],
+        spans=parse_spans(options["units"]),
+        answer=AskedAnswer.of(*whole),
     )
 
 

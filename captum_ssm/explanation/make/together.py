@@ -15,7 +15,7 @@ from typing import Any
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.generate import Generation, written
 from captum_ssm.explanation.make.questions.asked import Answerable
-from captum_ssm.explanation.make.questions.base import Setup, Steps
+from captum_ssm.explanation.make.questions.base import Steps
 from captum_ssm.explanation.make.relevance.batches import batch_limit, batches, current_limit
 from captum_ssm.utils.memory import is_lack_of_memory
 from captum_ssm.utils.progress import Bar
@@ -26,12 +26,11 @@ Outcome = Example | Exception
 
 
 def answered(
-    setup: Setup, asked: Sequence[Answerable], writing: Generation | None
+    asked: Sequence[Answerable], writing: Generation | None
 ) -> Iterator[tuple[int, Outcome]]:
     """The example of each question by its place, or the error of its input; shorter inputs first.
 
     Args:
-        setup (Setup): how inputs are explained.
         asked (sequence): a question about each input.
         writing (Generation, optional): how the model writes the answers that are explained.
     """
@@ -40,16 +39,15 @@ def answered(
     with Bar("examples", len(asked)) as bar:
         for start in range(0, len(order), SIDE_BY_SIDE):
             places = order[start : start + SIDE_BY_SIDE]
-            steps = [_example(setup, asked[k], writing) for k in places]
+            steps = [_example(asked[k], writing) for k in places]
             with batch_limit(limit):
                 outcomes = _side_by_side(steps)
             yield from zip(places, outcomes, strict=True)
             bar.advance(len(places))
 
 
-def _example(setup: Setup, question: Any, writing: Generation | None) -> Steps[Example]:
-    question = written(question, setup.model, writing)
-    return (yield from question.answer(setup))
+def _example(question: Any, writing: Generation | None) -> Steps[Example]:
+    return (yield from written(question, writing).answer())
 
 
 def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:

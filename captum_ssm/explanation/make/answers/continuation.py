@@ -17,7 +17,7 @@ from captum_ssm.capture.span_target import SCORES
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.relevance.rows import Asked, Question, rows
 from captum_ssm.explanation.make.relevance.run import Run
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of
 
 # Options of ``attribute`` that the continuation sets.
 EXCLUDED = {
@@ -78,9 +78,7 @@ class Continued:
                 "MambaLRP(model)."
             )
         prompt, continuation = _checked(prompt, continuation)
-        count = as_index(step)
-        if count is None or count < 1:
-            raise ValueError(f"internal_batch_size is {step!r}; expected an integer from 1 on.")
+        count = count_of("internal_batch_size", step, 1)
         model = resolve_model(method.forward_func, method.model)
         prompt = as_ids("the prompt", prompt, model)
         continuation = as_ids("the continuation", continuation, model)

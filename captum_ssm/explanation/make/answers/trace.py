@@ -35,7 +35,7 @@ from captum_ssm.explanation.make.relevance.rows import has_delta
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import as_index, count_of
 
 SIGNS = ("net", "positive")
 
@@ -238,9 +238,7 @@ class _Asked:
             raise ValueError(f"signs is {signs!r}; expected one of {SIGNS}.")
         if not 0 <= least < 1:
             raise ValueError(f"least is {least!r}; expected a share of at least 0 and below 1.")
-        count = None if hops is None else as_index(hops)
-        if hops is not None and (count is None or count < 0):
-            raise ValueError(f"hops is {hops!r}; expected an integer from 0 on, or None.")
+        count = count_of("hops", hops, 0, or_none=True)
         first, last = ends_of((0, length - 1) if span is None else span, length)
         return cls(prompt, length, first, last, count, signs, least)
 

@@ -19,7 +19,7 @@ from captum_ssm.explanation.make.relevance.rows import Asked, Question, RowSourc
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import PART, RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import as_index, count_of
 
 THOUGHTS = ("<think>", "</think>")  # what chat templates write around them
 
@@ -58,9 +58,7 @@ class AskedAnswer:
                     "last of its tokens, such as (0, 4) or (-3, -1)."
                 )
             span = ends[0], ends[1]
-        count = None if hops is None else as_index(hops)
-        if hops is not None and (count is None or count < 0):
-            raise InputError(f"hops is {hops!r}; expected an integer from 0 on, or None.")
+        count = count_of("hops", hops, 0, or_none=True)
         if through not in THROUGH:
             raise InputError(f"through is {through!r}; expected one of {THROUGH}.")
         if through != RELEVANCE and not count:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +24,7 @@ from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import Source, source_of
 from captum_ssm.explanation.make.inputs.pipelines import unpacked
 from captum_ssm.explanation.make.many import Explainer
+from captum_ssm.explanation.make.parse import OPTIONS
 from captum_ssm.utils.progress import showing
 
 
@@ -189,10 +189,8 @@ def _survey(source: Source, head: Sequence[Any]) -> _Survey:
 
 def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
     # All options, those that were not given as well; methods are in the manifest by themselves.
-    known = signature(Explainer).parameters.values()
-    options = {one.name: one.default for one in known if one.default is not one.empty}
-    left_out = ("tokenizer", "methods", "show_progress")
-    held = {name: value for name, value in {**options, **given}.items() if name not in left_out}
+    left_out = ("methods", "show_progress")
+    held = {name: value for name, value in {**OPTIONS, **given}.items() if name not in left_out}
     return {name: _plain(value) for name, value in held.items()}
 
 

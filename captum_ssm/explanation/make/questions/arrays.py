@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +41,11 @@ class ArrayQuestion:
     ``labels``, or those of the model's configuration; without, each of its numbers is a forecast.
     """
 
+    setup: Setup
     given: Given
     index: int
     target: Any
     against: Any
-    labels: Sequence[str] | Mapping[int, str] | None
 
     @property
     def values(self) -> Tensor:
@@ -58,17 +57,18 @@ class ArrayQuestion:
         """How many numbers there are."""
         return self.values.numel()
 
-    def answer(self, setup: Setup) -> Steps[Example]:
+    def answer(self) -> Steps[Example]:
         """The input, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        values = self.values.to(next(setup.model.parameters()).device)
-        seen = yield Look(Run(setup.model), values)
+        model = self.setup.model
+        values = self.values.to(next(model.parameters()).device)
+        seen = yield Look(Run(model), values)
         output = seen.scores.float()
-        self._check(setup, output)
-        questions = self._asked(setup, output[0])
+        self._check(output)
+        questions = self._asked(output[0])
         questions.require_memory(self._kept(values).numel())
         relevance, deltas = yield from questions.explained(values, self._kept)
         return Example(
@@ -76,11 +76,11 @@ class ArrayQuestion:
             tuple(questions.outputs),
             relevance,
             deltas,
-            **self._shown(setup.model, values),
+            **self._shown(values),
             validation=questions.validation,
         )
 
-    def _check(self, setup: Setup, output: Tensor) -> None:
+    def _check(self, output: Tensor) -> None:
         axes, kind, expected = OUTPUTS[self.given.is_pixels]
         if output.shape[0] != 1 or output.dim() not in axes:
             raise InputError(
@@ -90,30 +90,31 @@ class ArrayQuestion:
             )
         if not self.given.is_pixels or self.given.axes.index("c") == 1:
             return
-        for name, method in setup.methods.items():  # parts are found behind the channels
+        for name, method in self.setup.methods.items():  # parts are found behind the channels
             if getattr(method, "removes_parts", False):
                 raise InputError(
                     f"{name} removes parts of a video (B, C, T, H, W), and this model takes (B, T, "
                     "C, H, W); expected other methods, or a model that moves the axes itself."
                 )
 
-    def _asked(self, setup: Setup, output: Tensor) -> Questions:
-        if not self._has_classes(setup.model, output):
+    def _asked(self, output: Tensor) -> Questions:
+        setup = self.setup
+        if not self._has_classes(output):
             questions = Questions(setup, str)
             add_forecast(questions, output, self.given.features, self.target, self.against)
             return questions
-        names = names_of(self.labels, setup.model, len(output))
+        names = names_of(setup.labels, setup.model, len(output))
         questions = Questions(setup, names.__getitem__)
         questions.add(output, None, *classes_of(self.target, self.against, names, output))
         return questions
 
-    def _has_classes(self, model: Any, output: Tensor) -> bool:
+    def _has_classes(self, output: Tensor) -> bool:
         # Classes have names; a configuration that nobody filled in has placeholders.
         if self.given.is_pixels or output.dim() != 1:
             return self.given.is_pixels
-        names = configured(model)
+        names = configured(self.setup.model)
         is_named = not all(PLACEHOLDER.fullmatch(str(name)) for name in names.values())
-        return self.labels is not None or (len(names) == len(output) and is_named)
+        return self.setup.labels is not None or (len(names) == len(output) and is_named)
 
     def _kept(self, rows: Tensor) -> Tensor:
         # Rows (R, ...) in the model's axes, without channels, or as (R, T, F) or (R, F).
@@ -126,17 +127,17 @@ class ArrayQuestion:
             return rows.flatten(1)[..., None]
         return arranged(rows, f"{axes.replace('1', 'r')}->rtf")
 
-    def _shown(self, model: Any, values: Tensor) -> dict[str, Any]:
+    def _shown(self, values: Tensor) -> dict[str, Any]:
         given = self.given
         if not given.is_pixels:
             return {"series": to_numpy(self._kept(self.values)[0]), "features": given.features}
         channels = given.axes.index("c")
         pixels = values[0].movedim(channels - 1, 0).cpu()
-        grid = _grid(model, values) if channels == 1 else None
+        grid = _grid(self.setup.model, values) if channels == 1 else None
         return {"image": shown(pixels, given.mean, given.std), "grid": grid}
 
 
-def array_questions(found: Given, target: Any, against: Any, labels: Any) -> list[ArrayQuestion]:
+def array_questions(setup: Setup, found: Given, target: Any, against: Any) -> list[ArrayQuestion]:
     """What is asked about each input.
 
     Raises:
@@ -145,7 +146,7 @@ def array_questions(found: Given, target: Any, against: Any, labels: Any) -> lis
     B = len(found.examples)
     targets, others = per_example("target", target, B), per_example("against", against, B)
     pairs = enumerate(zip(targets, others, strict=True))
-    return [ArrayQuestion(found, k, a, b, labels) for k, (a, b) in pairs]
+    return [ArrayQuestion(setup, found, k, a, b) for k, (a, b) in pairs]
 
 
 def _grid(model: Any, pixels: Tensor) -> tuple[int, ...] | None:

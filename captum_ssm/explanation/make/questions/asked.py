@@ -9,7 +9,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.parse_inputs import Text, numbered, read_texts
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import Setup, Steps, TextSetup, per_example
+from captum_ssm.explanation.make.questions.base import Setup, Steps, per_example
 from captum_ssm.explanation.make.questions.classes import ClassQuestion
 from captum_ssm.explanation.make.questions.kinds import Kind, Task
 from captum_ssm.explanation.make.questions.places import PlacesQuestion
@@ -25,7 +25,7 @@ class Answerable(Protocol):
     def size(self) -> int:
         """How long the input is: those of similar length are explained together."""
 
-    def answer(self, setup: Setup) -> Steps[Example]:
+    def answer(self) -> Steps[Example]:
         """The input, explained."""
 
 
@@ -37,7 +37,7 @@ QUESTIONS: dict[Kind, Any] = {
 }
 
 
-def require_known_to_media(setup: Setup, texts: Sequence[TokenizedText], asked: TextSetup) -> None:
+def require_known_to_media(setup: Setup, texts: Sequence[TokenizedText]) -> None:
     """Raise for what would leave out images or sound that go with a text, or take them as words.
 
     Raises:
@@ -60,7 +60,7 @@ def require_known_to_media(setup: Setup, texts: Sequence[TokenizedText], asked: 
             f"validate removes tokens by their ids, and the model reads {names} with this text, "
             "which would stay; leave validate out."
         )
-    if asked.answer.through == SWAPS:
+    if setup.answer.through == SWAPS:
         raise InputError(
             f"through is 'swaps', which runs the model on ids alone, and it reads {names} with "
             "this text; expected through='relevance'."
@@ -73,22 +73,20 @@ def text_questions(
     target: Any,
     against: Any,
     tell: Callable[[TokenizedText, bool], Task],
-    asked: TextSetup,
 ) -> Sequence[Answerable]:
     """What is asked about each text, all of it checked before anything is computed.
 
     Args:
-        setup (Setup): how texts are explained.
+        setup (Setup): how texts are explained, such as by which tokenizer they are read.
         texts (sequence): as people typed them.
         target, against (Any): one for all texts, or a list with one for each.
         tell (Callable): what the model puts out, by a text, and whether it is the only one.
-        asked (TextSetup): what is the same for all texts.
 
     Raises:
         ValueError, TypeError: as for ``explain``; of several texts they say which.
     """
-    readings = read_texts(asked.tokenizer, texts, setup.model, asked.processor)
-    require_known_to_media(setup, readings, asked)
+    readings = read_texts(setup.tokenizer, texts, setup.model, setup.processor)
+    require_known_to_media(setup, readings)
     task = tell(readings[0], len(readings) == 1)
     # A list of integers is one continuation, but several classes.
     is_text = task.kind == "tokens"
@@ -99,5 +97,5 @@ def text_questions(
     questions = []
     for k, (text, a, b) in enumerate(zip(readings, targets, others, strict=True)):
         with numbered(k, len(texts)):
-            questions.append(QUESTIONS[task.kind].of(task, text, a, b, asked))
+            questions.append(QUESTIONS[task.kind].of(setup, task, text, a, b))
     return questions

@@ -36,23 +36,32 @@ Steps: TypeAlias = Generator[Any, Any, T]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for all examples: as ``explain`` takes it.
+    """How inputs are explained: as ``explain`` takes it, checked.
 
     ``methods`` are by name; those that fail are left out where all were asked for. ``replacement``
-    is what a removed token becomes, and ``notes`` say what could not be done.
+    is what a removed token becomes. ``position``, named parts, and a whole answer are asked of
+    texts; ``recorded`` is what a server recorded of one of them, and ``processor`` that of images.
+    ``notes`` say what could not be done.
     """
 
     model: Any
     methods: dict[str, RowSource]
-    alternatives: int = 0
-    maps: tuple[str, ...] = ()
-    layers: Any = None
-    lens: bool = False
-    memory_limit: int | None = None
-    replacement: Replacement = field(default_factory=partial(Replacement, 0, "token 0"))
-    validate: bool = False
-    skips_failing: bool = False
-    circuit: bool = False
+    tokenizer: Any
+    processor: Any
+    labels: Sequence[str] | Mapping[int, str] | None
+    alternatives: int
+    maps: tuple[str, ...]
+    layers: Any
+    lens: bool
+    circuit: bool
+    memory_limit: int | None
+    replacement: Replacement
+    validate: bool
+    skips_failing: bool
+    position: Any
+    spans: Mapping[str, tuple[int, int]]
+    answer: AskedAnswer
+    recorded: Recorded | None = None
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -67,21 +76,6 @@ class Setup:
         self.methods.pop(name, None)
         self.note(f"without {name}: {str(error).splitlines()[0]}")
         return True
-
-
-@dataclass(frozen=True)
-class TextSetup:
-    """What is the same for all texts: ``position``, named parts, and a whole answer, as given.
-
-    ``recorded`` is what a server recorded of one of them, and ``processor`` that of images.
-    """
-
-    tokenizer: Any
-    position: Any
-    spans: Mapping[str, tuple[int, int]]
-    answer: AskedAnswer
-    recorded: Recorded | None = None
-    processor: Any = None
 
 
 @dataclass(frozen=True)

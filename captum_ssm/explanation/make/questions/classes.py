@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, positions_in
-from captum_ssm.explanation.make.questions.base import Questions, TextSetup
+from captum_ssm.explanation.make.questions.base import Questions, Setup
 from captum_ssm.explanation.make.questions.explained import OneTextQuestion
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.labels import class_of, itself
@@ -28,7 +28,7 @@ class ClassQuestion(OneTextQuestion):
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: object, against: object, asked: TextSetup
+        cls, setup: Setup, task: Task, text: TokenizedText, target: object, against: object
     ) -> ClassQuestion:
         """The question, checked: without a position all tokens of the text have their labels.
 
@@ -38,12 +38,12 @@ class ClassQuestion(OneTextQuestion):
         """
         positions = None
         if task.kind == "labels":
-            positions = positions_in(asked.position, len(text.tokens))
+            positions = positions_in(setup.position, len(text.tokens))
             if positions is None:
                 positions = [k for k, one in enumerate(text.tokens) if one.end > one.start]
-        elif asked.position is not None:
+        elif setup.position is not None:
             raise InputError(
-                f"position is {asked.position!r}, and the model has one output for a whole text; "
+                f"position is {setup.position!r}, and the model has one output for a whole text; "
                 "leave position out."
             )
         chosen, other = (
@@ -52,7 +52,7 @@ class ClassQuestion(OneTextQuestion):
         )
         if other is not None and chosen == other:
             raise itself(task.names[other])
-        return cls(task, text, asked, positions, chosen, other)
+        return cls(setup, task, text, positions, chosen, other)
 
     def ask(self, questions: Questions, seen: Seen) -> None:
         """One output of the whole text, or for each token that is asked about."""

@@ -14,13 +14,7 @@ from captum_ssm.attr import LaTIM
 from captum_ssm.explanation import Example, Maps, Span
 from captum_ssm.explanation.make.inputs.media import check_ids
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import (
-    Questions,
-    Setup,
-    Steps,
-    TextSetup,
-    to_numpy,
-)
+from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, to_numpy
 from captum_ssm.explanation.make.questions.circuits import circuits
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.observed import Look, Seen
@@ -43,21 +37,22 @@ WIDTH = 60  # characters of a text that names its example
 class OneTextQuestion(ABC):
     """What is asked about one text, whatever the model tells of it."""
 
+    setup: Setup
     task: Task
     text: TokenizedText
-    asked: TextSetup
 
     @property
     def size(self) -> int:
         """How many tokens there are."""
         return len(self.text.tokens)
 
-    def answer(self, setup: Setup) -> Steps[Example]:
+    def answer(self) -> Steps[Example]:
         """The text, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
+        setup = self.setup
         ids = torch.tensor([self.text.ids], device=next(setup.model.parameters()).device)
         check_ids(ids, setup.model, self.text.media)
         if setup.lens:
@@ -66,7 +61,7 @@ class OneTextQuestion(ABC):
         seen = yield Look(run, ids, first=self.task.first)
         questions = Questions(setup, self.task.names.__getitem__, run, self.task.probabilities)
         self.ask(questions, seen)
-        return (yield from explained_text(questions, ids, self.text, self.size, self.asked.spans))
+        return (yield from explained_text(questions, ids, self.text, self.size))
 
     @abstractmethod
     def ask(self, questions: Questions, seen: Seen) -> None:
@@ -74,11 +69,7 @@ class OneTextQuestion(ABC):
 
 
 def explained_text(
-    questions: Questions,
-    ids: Tensor,
-    whole: TokenizedText,
-    prompt: int,
-    spans: Mapping[str, tuple[int, int]],
+    questions: Questions, ids: Tensor, whole: TokenizedText, prompt: int
 ) -> Steps[Example]:
     """The questions about one text, explained.
 
@@ -87,7 +78,6 @@ def explained_text(
         ids (Tensor): what the model reads, ``(1, n)``: the first n tokens of the text.
         whole (TokenizedText): the text of L tokens.
         prompt (int): how many of them are the prompt's.
-        spans (dict): named parts of the text.
     """
     L = len(whole.tokens)
     questions.require_memory(L)
@@ -104,7 +94,7 @@ def explained_text(
         deltas,
         whole.tokens,
         prompt,
-        _units(whole, prompt, spans),
+        _units(whole, prompt, questions.setup.spans),
         maps=maps,
         validation=questions.validation,
         circuits=circuits(questions, ids, whole.tokens),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import Choices, Questions, TextSetup
+from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup
 from captum_ssm.explanation.make.questions.explained import OneTextQuestion
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.observed import Seen
@@ -35,7 +35,7 @@ class PlacesQuestion(OneTextQuestion):
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextSetup
+        cls, setup: Setup, task: Task, text: TokenizedText, target: Any, against: Any
     ) -> PlacesQuestion:
         """The question, checked.
 
@@ -43,12 +43,12 @@ class PlacesQuestion(OneTextQuestion):
             TargetError: for an answer that does not stand in the text.
             InputError: for a text without a question, or a position.
         """
-        if asked.position is not None:
+        if setup.position is not None:
             raise InputError(
-                f"position is {asked.position!r}, and the model tells where an answer starts and "
+                f"position is {setup.position!r}, and the model tells where an answer starts and "
                 "ends; expected target=, a part of the text, in its place."
             )
-        if not text.parts and asked.tokenizer is not None:
+        if not text.parts and setup.tokenizer is not None:
             raise InputError(
                 f"the model answers a question by a part of a text, and it is given {text.text!r} "
                 "alone; expected {'question': ..., 'context': ...}, or a list of these."
@@ -56,7 +56,7 @@ class PlacesQuestion(OneTextQuestion):
         chosen, other = _place("target", target, text), _place("against", against, text)
         if chosen is not None and chosen == other:
             raise _itself(text, chosen)
-        return cls(task, text, asked, chosen, other)
+        return cls(setup, task, text, chosen, other)
 
     def ask(self, questions: Questions, seen: Seen) -> None:
         """The answer as a whole, its start and its end."""

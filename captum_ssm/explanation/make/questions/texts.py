@@ -22,7 +22,7 @@ from captum_ssm.explanation.make.inputs.reading import (
     read,
     read_ids,
 )
-from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, TextSetup
+from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps
 from captum_ssm.explanation.make.questions.explained import explained_text
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.lens import Lens
@@ -36,15 +36,15 @@ from captum_ssm.utils.vocabulary import require_known
 class TextQuestion:
     """What is asked about one text, after which, or along which, the model tells the next token."""
 
+    setup: Setup
     task: Task
     prompt: TokenizedText
     target: TokenizedText | None
     against: TokenizedText | None
-    asked: TextSetup
 
     @classmethod
     def of(
-        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: TextSetup
+        cls, setup: Setup, task: Task, text: TokenizedText, target: Any, against: Any
     ) -> TextQuestion:
         """The question, checked: targets are continuations of the text.
 
@@ -56,14 +56,14 @@ class TextQuestion:
                 "there is a second text (a pair, or token_type_ids), and the model tells the next "
                 "token of one; expected one text per example."
             )
-        target = _continuation(asked.tokenizer, as_continuation(target), "target")
-        against = _continuation(asked.tokenizer, as_continuation(against), "against")
-        if asked.answer.is_asked and asked.position is not None:
+        target = _continuation(setup.tokenizer, as_continuation(target), "target")
+        against = _continuation(setup.tokenizer, as_continuation(against), "against")
+        if setup.answer.is_asked and setup.position is not None:
             raise InputError(
-                f"position is {asked.position!r}, which explains tokens of the text, and span or "
+                f"position is {setup.position!r}, which explains tokens of the text, and span or "
                 "hops explain the continuation together; give one of them."
             )
-        question = cls(task, text, target, against, asked)
+        question = cls(setup, task, text, target, against)
         if not question.follows_text:
             _require_one_token("target", target)
             _require_one_token("against", against)
@@ -77,7 +77,7 @@ class TextQuestion:
     @property
     def follows_text(self) -> bool:
         """Whether answers are what follows the text, and not any at tokens that were asked for."""
-        return positions_in(self.asked.position, len(self.prompt.tokens)) is None
+        return positions_in(self.setup.position, len(self.prompt.tokens)) is None
 
     @property
     def ids(self) -> list[int]:
@@ -90,19 +90,20 @@ class TextQuestion:
     def positions(self) -> list[int]:
         """The tokens at which answers are explained."""
         P = len(self.prompt.tokens)
-        first = 0 if is_all(self.asked.position) else P - 1
-        asked = positions_in(self.asked.position, P)
+        first = 0 if is_all(self.setup.position) else P - 1
+        asked = positions_in(self.setup.position, P)
         return list(range(first, len(self.ids))) if asked is None else asked
 
-    def answer(self, setup: Setup) -> Steps[Example]:
+    def answer(self) -> Steps[Example]:
         """The text, explained.
 
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
+        setup = self.setup
         ids = torch.tensor([self.ids], device=next(setup.model.parameters()).device)
         check_ids(ids, setup.model, self.prompt.media)
-        recorded, run = self.asked.recorded, self.task.run_on(self.prompt)
+        recorded, run = setup.recorded, self.task.run_on(self.prompt)
         told = [] if recorded is None else recorded.read_at
         read = sorted({*self.positions, *told})
         if setup.lens:
@@ -120,20 +121,20 @@ class TextQuestion:
         rows = [places[position] for position in self.positions]
         logits, layers = logits[rows], [layer[rows] for layer in layers]
         followed, whole = self._followed(int(logits[-1].argmax()))
-        P, answer = len(self.prompt.tokens), self.asked.answer
-        questions = Questions(setup, answer_text(self.asked.tokenizer), run)
+        P, answer = len(self.prompt.tokens), setup.answer
+        questions = Questions(setup, answer_text(setup.tokenizer), run)
         thoughts = answer.thoughts(whole.tokens, P)
         if answer.span is None:
             followed._add(questions, whole, logits, layers)
         if answer.is_asked:
             part = answer.part(whole.tokens, P, thoughts)
             questions.add_answer(WholeAnswer(answer, whole, P, part, run, ids), logits)
-        example = yield from explained_text(questions, ids, whole, P, self.asked.spans)
+        example = yield from explained_text(questions, ids, whole, P)
         return replace(example, reasoning=thoughts, replay=replay)
 
     def _followed(self, predicted: int) -> tuple[TextQuestion, TokenizedText]:
         # With a target, which is what the model predicts if none was given; and the whole text.
-        prompt, tokenizer = self.prompt, self.asked.tokenizer
+        prompt, tokenizer = self.prompt, self.setup.tokenizer
         if not self.follows_text:
             return self, prompt
         if self.target is None:
@@ -150,7 +151,7 @@ class TextQuestion:
     ) -> None:
         # One output for each token that is explained by itself.
         contrasts = self._contrasts(logits)
-        unknown = getattr(self.asked.tokenizer, "unk_token_id", None)
+        unknown = getattr(self.setup.tokenizer, "unk_token_id", None)
         follows_text = self.follows_text
         for k, position in enumerate(self.positions):
             chosen, typed = None if self.target is None else self.target.ids[0], None
