@@ -1,10 +1,11 @@
-"""Explanations as tables: pandas' and Captum's."""
+"""Explanations as tables, pandas' and Captum's, and what their rows and columns tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,32 @@ def rows_of(example: Example) -> Iterator[Row]:
             yield Row(output, output.answers[one.answer], output.answers[one.against], one.row)
         for k, index in enumerate(output.hops):
             yield Row(output, output.answers[output.chosen], None, index, hop=k + 1)
+
+
+class ToldAnswer(NamedTuple):
+    """The answers of several outputs, joined.
+
+    Args:
+        target (str): what is explained first at each.
+        prediction (str): the likeliest one at each.
+        probability (float or None): of all that is explained; None where one has none.
+    """
+
+    target: str
+    prediction: str
+    probability: float | None
+
+
+def told_answer(outputs: Sequence[Output], between: str = "") -> ToldAnswer:
+    """What outputs answer, with what stands between two answers."""
+    chosen = [one.answers[one.chosen] for one in outputs]
+    likely = [min(one.answers, key=lambda answer: answer.rank) for one in outputs]
+    known = [answer.probability for answer in chosen if answer.probability is not None]
+    return ToldAnswer(
+        between.join(answer.text for answer in chosen),
+        between.join(answer.text for answer in likely),
+        math.prod(known) if len(known) == len(chosen) else None,
+    )
 
 
 def require_texts(explanation: ExplanationData, what: str) -> None:

@@ -9,6 +9,12 @@ from typing import Any
 from captum_ssm.errors import TargetError
 
 MOST_NAMED = 10  # words, in a warning
+# By the characters in which byte-level vocabularies write them: some bytes print as themselves, and
+# the others are shifted up.
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + k): byte for k, byte in enumerate(b for b in range(256) if b not in _PRINTED)
+}
 
 
 def unknown_token(tokenizer: Any) -> int | None:

@@ -14,19 +14,10 @@ from matplotlib.colors import to_hex, to_rgb
 from torch import Tensor
 
 from captum_ssm.utils.colors import INK, LINE, PAPER, SOFT
+from captum_ssm.utils.vocabulary import BYTES
 from captum_ssm.visualization.palette import array, colors_of, finite, relevance_colors, signed
 
 _VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    # Byte-level vocabularies write bytes that print as themselves and shift the others up.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    shifted = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(shifted)}
-
-
-_BYTES = _byte_alphabet()
 
 
 def readable_tokens(tokens: Sequence[str]) -> list[str]:
@@ -49,13 +40,13 @@ def readable_tokens(tokens: Sequence[str]) -> list[str]:
         ['␣voilà']
     """
     tokens = [str(token) for token in tokens]
-    byte_level = any(256 <= ord(c) < 324 and c in _BYTES for token in tokens for c in token)
+    byte_level = any(256 <= ord(c) < 324 and c in BYTES for token in tokens for c in token)
     return [_readable(token, byte_level) for token in tokens]
 
 
 def _readable(token: str, byte_level: bool) -> str:
-    if byte_level and all(c in _BYTES for c in token):
-        token = bytes(_BYTES[c] for c in token).decode("utf-8", "backslashreplace")
+    if byte_level and all(c in BYTES for c in token):
+        token = bytes(BYTES[c] for c in token).decode("utf-8", "backslashreplace")
     elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         token = bytes([int(token[3:5], 16)]).decode("utf-8", "backslashreplace")
     return "".join(_VISIBLE.get(c, c) for c in token) or "∅"

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from captum_ssm.explanation.corpus.answers import told_answer
 from captum_ssm.explanation.parts import END, LABEL, START, Example, Output
-from captum_ssm.explanation.tables import shares
+from captum_ssm.explanation.tables import shares, told_answer
 from captum_ssm.explanation.units import bounds_of, says_nothing, texts_of
 
 TENTHS = 10

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from captum_ssm.explanation import file as _file
 from captum_ssm.explanation.corpus.page_data import report_data
 from captum_ssm.explanation.corpus.parts import ReportData
-from captum_ssm.explanation.corpus.shares import Difference
+from captum_ssm.explanation.corpus.shares import Difference, Share
+from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.corpus.told import told
 
 if TYPE_CHECKING:
@@ -67,45 +69,33 @@ class Report(ReportData):
         """
         import pandas
 
-        tables = {
-            "shares": self._shares, "slices": self._slices, "apart": self._apart,
-            "examples": self._examples, "change": self._change, "errors": self._errors,
-        }  # fmt: skip
+        tables: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+            "shares": lambda: (vars(one) for kind in self.shares.values() for one in kind),
+            "slices": lambda: self._of_slices(lambda part: chain(*part.shares.values())),
+            "apart": lambda: self._of_slices(lambda part: part.apart),
+            "examples": self._examples,
+            "change": self._change,
+            "errors": lambda: ({"index": k, "error": error} for k, error in self.errors.items()),
+        }
         if table not in tables:
             raise ValueError(f"table is {table!r}; expected {' or '.join(map(repr, tables))}.")
-        return pandas.DataFrame(tables[table]())
+        return pandas.DataFrame(map(dict, tables[table]()))
 
-    def _shares(self) -> list[dict[str, Any]]:
-        return [dict(vars(one)) for entries in self.shares.values() for one in entries]
+    def _of_slices(
+        self, entries: Callable[[Slice], Iterable[Share | Difference]]
+    ) -> Iterator[dict[str, Any]]:
+        for part in self.slices:
+            for one in entries(part):
+                yield {"by": part.by, "slice": part.name, **vars(one)}
 
-    def _slices(self) -> list[dict[str, Any]]:
-        return [
-            {"by": part.by, "slice": part.name, **vars(one)}
-            for part in self.slices
-            for entries in part.shares.values()
-            for one in entries
-        ]
-
-    def _apart(self) -> list[dict[str, Any]]:
-        return [
-            {"by": part.by, "slice": part.name, **vars(one)}
-            for part in self.slices
-            for one in part.apart
-        ]
-
-    def _examples(self) -> list[dict[str, Any]]:
-        lines = []
+    def _examples(self) -> Iterator[dict[str, Any]]:
         for one in self.examples:
             line = {k: v for k, v in vars(one).items() if k not in ("place", "columns")}
-            lines.append(line | dict(one.columns))
-        return lines
+            yield line | dict(one.columns)
 
-    def _change(self) -> list[dict[str, Any]]:
-        entries: Mapping[str, tuple[Difference, ...]] = self.change.shares if self.change else {}
-        return [dict(vars(one)) for kind in entries.values() for one in kind]
-
-    def _errors(self) -> list[dict[str, Any]]:
-        return [{"index": index, "error": error} for index, error in self.errors.items()]
+    def _change(self) -> Iterator[dict[str, Any]]:
+        kinds = self.change.shares.values() if self.change else ()
+        return (vars(one) for kind in kinds for one in kind)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The interactive page: one self-contained file that needs no network.

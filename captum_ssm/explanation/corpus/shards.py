@@ -17,12 +17,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from captum_ssm.explanation.corpus.answers import told_answer
 from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.corpus.writing import replacing
 from captum_ssm.explanation.file import encoded, map_tensors
 from captum_ssm.explanation.parts import LABEL, NEXT, Example, Maps, Output
 from captum_ssm.explanation.read import example as read_example
+from captum_ssm.explanation.tables import told_answer
 
 ARROW_TYPES = {"bool": "bool_", "int64": "int64", "float64": "float64", "string": "string"}
 OWN = "row."

@@ -15,13 +15,14 @@ from captum_ssm.explanation.corpus.profiles import distances, grouped, plane, pr
 from captum_ssm.explanation.corpus.readings import Reading, read
 from captum_ssm.explanation.corpus.report import Report
 from captum_ssm.explanation.corpus.shares import ShareTable
-from captum_ssm.explanation.corpus.shown import shown_rows
 from captum_ssm.explanation.corpus.slices import FEW, Slice, Slicer
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.tables import require_texts
 
 KINDS = ("word", "token", "part", "tenth", "start", "end", "distance", "layer")
 SHOWN = 6  # typical examples of a slice, and as many untypical ones
+MOST = 200  # examples that are shown as texts; the page takes fewer where they are long
+EACH = 12  # of the wrong and of the changed ones
 
 
 class Explanations(Protocol):
@@ -98,7 +99,7 @@ def summarize(
     slices = _slices(slicer, columns, groups)
     changed = None if other is None else change(readings, other.readings, other.name(run))
     examples = _examples(readings, rows, groups, slices, columns, changed)
-    wanted = shown_rows(examples, slicer.make("all", "", np.ones(len(rows), dtype=bool)), slices)
+    wanted = _shown(examples, slicer.make("all", "", np.ones(len(rows), dtype=bool)), slices)
     notes = () if groups is not None else (
         "There are no groups of examples: they need scikit-learn, which is not installed. "
         "pip install scikit-learn",
@@ -262,3 +263,24 @@ def _examples(
         )
         for k, one in enumerate(readings)
     )
+
+
+def _shown(
+    examples: Sequence[ReportExample], everything: Slice, slices: Sequence[Slice]
+) -> list[int]:
+    # Rows of the data, the most wanted first: the most and the least typical of all, those that
+    # changed most or whose prediction flipped, the surest of the wrong predictions, then the most
+    # and the least typical of each slice in turn.
+    moved = [one for one in examples if one.moved is not None]
+    moved.sort(key=lambda one: -(one.moved or 0))
+    wrong = [one for one in examples if one.right is False]
+    wrong.sort(key=lambda one: one.probability or 0)
+    wanted = [*everything.typical, *everything.untypical]
+    wanted += [one.index for one in moved[:EACH]]
+    wanted += [one.index for one in moved if one.flipped][:EACH]
+    wanted += [one.index for one in wrong[:EACH]]
+    for rank in range(max((len(one.typical) for one in slices), default=0)):
+        for part in slices:
+            for rows in (part.typical, part.untypical):
+                wanted += rows[rank : rank + 1]
+    return list(dict.fromkeys(wanted))[:MOST]

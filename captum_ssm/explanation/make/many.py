@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from captum_ssm.errors import InputError
@@ -256,7 +255,7 @@ class Explainer:
             name,
             tuple(_method(name, source) for name, source in setup.methods.items()),
             examples,
-            _plain(settings),
+            plain(settings),
             _versions(),
         )
 
@@ -277,21 +276,21 @@ def _require_continued(questions: Sequence[Answerable], name: str) -> None:
 
 
 def _method(name: str, source: RowSource) -> Method:
-    return Method(name, source.title, source.note, source.adds_up, _plain(source.options))
+    return Method(name, source.title, source.note, source.adds_up, plain(source.options))
 
 
-def _plain(value: Any) -> Any:
-    # JSON gives the result back as it is.
-    if torch.is_tensor(value):
-        return value.tolist()
+def plain(value: Any, other: Callable[[Any], Any] = str) -> Any:
+    """A value as JSON gives it back; ``other`` says what stands for an object."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item, other) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item, other) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist(), other)
     index = as_index(value)
-    return str(value) if index is None else index
+    return other(value) if index is None else index
 
 
 def _name(model: nn.Module) -> str:

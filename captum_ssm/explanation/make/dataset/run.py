@@ -10,21 +10,21 @@ from typing import Any, Literal, NamedTuple
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus import ExplainedDataset
 from captum_ssm.explanation.make.dataset.budget import checked, measured
-from captum_ssm.explanation.make.dataset.folder import ShardRun, made_folder
+from captum_ssm.explanation.make.dataset.folder import ShardRun, made_folder, this_process
 from captum_ssm.explanation.make.dataset.identity import (
     hash_of_model,
     hash_of_rows,
     hash_of_tokenizer,
 )
 from captum_ssm.explanation.make.dataset.own import column_types
-from captum_ssm.explanation.make.dataset.processes import this_process
 from captum_ssm.explanation.make.dataset.rows import Columns, RowReader
 from captum_ssm.explanation.make.dataset.served import ServedLog
 from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import Source, source_of
 from captum_ssm.explanation.make.inputs.pipelines import unpacked
-from captum_ssm.explanation.make.many import Explainer
+from captum_ssm.explanation.make.many import Explainer, plain
 from captum_ssm.explanation.make.parse import OPTIONS
+from captum_ssm.utils.integers import count_of
 from captum_ssm.utils.progress import showing
 
 
@@ -118,8 +118,7 @@ def explain_dataset(
     """
     if on_error not in ("record", "raise"):
         raise InputError(f"on_error is {on_error!r}; expected 'record' or 'raise'.")
-    if type(rows_per_shard) is not int or rows_per_shard < 1:
-        raise InputError(f"rows_per_shard is {rows_per_shard!r}; expected an integer from 1 on.")
+    rows_per_shard = count_of("rows_per_shard", rows_per_shard, 1)
     folder = made_folder(output)
     module, own_tokenizer, *_ = unpacked(model, tokenizer, None, None)
     make = partial(Explainer, model, tokenizer, show_progress=False, **options)
@@ -191,7 +190,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
     # All options, those that were not given as well; methods are in the manifest by themselves.
     left_out = ("methods", "show_progress")
     held = {name: value for name, value in {**OPTIONS, **given}.items() if name not in left_out}
-    return {name: _plain(value) for name, value in held.items()}
+    return {name: plain(value, _class_of) for name, value in held.items()}
 
 
 def _made_by(explainer: Explainer) -> dict[str, Any]:
@@ -216,15 +215,7 @@ def _told(source: Source, head: Sequence[Any]) -> dict[str, Any]:
     return {**told, "hash": source.digest()}
 
 
-def _plain(value: Any) -> Any:
-    # Options as JSON has them, the same in each run: an object is known by its class.
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+def _class_of(value: Any) -> str:
+    # An object is known by its class, which is the same in each run.
     named = value if callable(value) and hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

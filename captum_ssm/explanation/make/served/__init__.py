@@ -2,8 +2,8 @@
 
 A server's log holds a prompt, an answer and the log probability of each token, in the formats of
 vLLM and of the OpenAI API. :mod:`log` finds the records in a file, and :mod:`records` reads all of
-them into one form, without PyTorch, after :mod:`chunks` has joined what was streamed and
-:mod:`evaluations` has taken apart the logs of Inspect and lm-eval.
+them into one form, after :mod:`chunks` has joined what was streamed and :mod:`evaluations` has
+taken apart the logs of Inspect and lm-eval.
 :mod:`vocabulary` finds the token ids where only texts or bytes were recorded. :mod:`rendering`
 makes the prompt and the answer of them that the local model reads. The run that is explained is
 also the one whose log probabilities are held against the recorded ones

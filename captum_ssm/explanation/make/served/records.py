@@ -1,4 +1,4 @@
-"""Records of served models, in the formats of vLLM and of the OpenAI API. Needs no PyTorch.
+"""Records of served models, in the formats of vLLM and of the OpenAI API.
 
 ========================= =========================================================================
 vLLM, in Python           ``RequestOutput``: ``prompt``, ``prompt_token_ids``, ``outputs``, of which
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.inputs.parse_inputs import numbered
 from captum_ssm.explanation.make.served.chunks import Data, grouped, is_chunk, joined, whole
 from captum_ssm.explanation.make.served.evaluations import EVALUATIONS, each_record
 
@@ -111,12 +112,8 @@ def read_records(given: Any) -> list[ServedRecord]:
         raise InputError("the list of records is empty; expected at least one.")
     found = []
     for k, group in enumerate(groups):
-        try:
+        with numbered(k, len(groups), "records"):
             found += _answers(whole(group))
-        except InputError as error:
-            if len(groups) == 1:
-                raise
-            raise InputError(f"records[{k}] of {len(groups)}: {error}") from error
     return found
 
 
@@ -193,13 +190,13 @@ def _told(record: ServedRecord, response: Data, entry: Data, answer: Data) -> Se
     # What came with the answer, and which log it is of.
     columns = {**_single(response), **_single(entry), **_single(answer)}
     name = entry.get("object")
-    return _changed(record, columns=columns, format=name if name in EVALUATIONS else record.format)
+    return replace(record, columns=columns, format=name if name in EVALUATIONS else record.format)
 
 
 def _with_total(record: ServedRecord, total: Any) -> ServedRecord:
     # One number for the whole answer, where its tokens have none.
     is_told = any(token.logprob is not None for token in record.answer)
-    return record if is_told else _changed(record, total=_number(total))
+    return record if is_told else replace(record, total=_number(total))
 
 
 def _single(held: Data) -> Data:
@@ -274,7 +271,7 @@ def _with_ids(record: ServedRecord, ids: Any) -> ServedRecord:
     tokens = record.answer or tuple(ServedToken() for _ in ids)
     _require_as_many("token_ids", len(ids), "logprobs", tokens)
     pairs = zip(tokens, ids, strict=True)
-    return _changed(record, answer=tuple(_changed(token, id=one) for token, one in pairs))
+    return replace(record, answer=tuple(replace(token, id=one) for token, one in pairs))
 
 
 def _without_echo(record: ServedRecord, logprobs: Data) -> ServedRecord:
@@ -293,7 +290,7 @@ def _without_echo(record: ServedRecord, logprobs: Data) -> ServedRecord:
         )
     told = tuple(token.logprob for token in tokens[:count])
     text = record.text if record.text is None else record.text.removeprefix(record.prompt or "")
-    return _changed(record, answer=tokens[count:], text=text, prompt_logprobs=told)
+    return replace(record, answer=tokens[count:], text=text, prompt_logprobs=told)
 
 
 # What all formats share.
@@ -342,10 +339,6 @@ def _number(value: Any) -> float | None:
     if value is None or not math.isfinite(value) or value <= UNKNOWN:
         return None
     return float(value)
-
-
-def _changed(value: Any, **fields: Any) -> Any:
-    return type(value)(**(vars(value) | fields))
 
 
 def _require_as_many(name: str, count: int, other: str, values: Any) -> None:

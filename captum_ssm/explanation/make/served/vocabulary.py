@@ -9,6 +9,7 @@ from typing import Any
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.reading import CONTEXT
 from captum_ssm.explanation.make.served.records import ServedToken
+from captum_ssm.utils.vocabulary import BYTES
 
 LOST = "\ufffd"  # what tokenizers decode a part of a character to
 MOST = 1000  # tokens that are tried for one text
@@ -181,15 +182,3 @@ def _bytes(text: str, name: str) -> bytes:
     if all(character in BYTES for character in name):
         return bytes(BYTES[character] for character in name)
     return text.encode()
-
-
-def _byte_characters() -> dict[str, int]:
-    # Printable characters of Latin-1 stand for their own byte, and the others, in their order, are
-    # the characters from 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(256 + k): byte for k, byte in enumerate(others)}
-
-
-BYTES = _byte_characters()
