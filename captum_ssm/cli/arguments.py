@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from captum_ssm.cli.parser import listed
 from captum_ssm.explanation import Explanation
+
+# What files are written to: by explanations alone, or also by pictures of them.
+DATA, PICTURES = (".html", ".json"), (".png", ".svg", ".pdf")
 
 
 def add_output(parser: argparse._ActionsContainer, what: str) -> None:
@@ -57,9 +62,19 @@ def numbers(text: str | None, name: str) -> list[int] | None:
     return found
 
 
-def write(explanation: Explanation, path: Path, units: str = "token") -> None:
-    """A page, the data or a table, by the ending."""
-    if path.suffix == ".json":
+def write(
+    explanation: Explanation,
+    path: Path | None,
+    units: str = "token",
+    figure: Callable[[], Any] | None = None,
+    dpi: int = 130,
+) -> None:
+    """A page, the data, a table or a picture, by the ending; nothing without a path."""
+    if path is None:
+        return
+    if figure is not None and path.suffix in PICTURES:
+        figure().savefig(path, dpi=dpi)
+    elif path.suffix == ".json":
         explanation.save(path)
     elif path.suffix == ".csv":
         explanation.to_pandas(units).to_csv(path, index=False)

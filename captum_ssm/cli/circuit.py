@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from captum_ssm.cli.arguments import add_output, check_output, numbers, write
+from captum_ssm.cli.arguments import DATA, PICTURES, add_output, check_output, numbers, write
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
-    check_device,
-    found_model,
+    check_loading,
     load_model,
     load_tokenizer,
     quiet,
 )
 from captum_ssm.cli.terminal import visible
-from captum_ssm.explanation import Example, Explanation
 from captum_ssm.explanation.make import explain
-
-DATA, PICTURES = (".html", ".json"), (".png", ".svg", ".pdf")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +65,7 @@ def run(args: argparse.Namespace) -> None:
             "target": numbers(args.target, "--target"),
             "against": numbers(args.against, "--against"),
         }
-    args.model = found_model(args.model)
-    check_device(args.device)
+    check_loading(args)
     with quiet():
         model = load_model(args, images=False)
         tokenizer = load_tokenizer(args.model) if args.ids is None else None
@@ -80,18 +75,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.model} has no circuit here: {'; '.join(found.settings['notes'])}")
     for circuit in example.circuits:
         _show(circuit, args.edges)
-    if args.output is not None:
-        _write(found, example, args.output)
+    title, graph = found.title, example.circuits[0]
+    write(found, args.output, figure=partial(_figure, graph, title), dpi=200)
 
 
-def _write(found: Explanation, example: Example, path: Path) -> None:
-    if path.suffix in DATA:
-        write(found, path)
-        return
+def _figure(circuit: Mapping[str, Any], title: str) -> Any:
     from captum_ssm.visualization import flow_graph
 
-    flow_graph(example.circuits[0], title=found.title).savefig(path, dpi=200)
-    print(f"\nwrote {path}")
+    return flow_graph(circuit, title=title)
 
 
 def _show(circuit: Mapping[str, Any], count: int) -> None:

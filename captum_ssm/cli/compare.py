@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"{title}, in shares of each method's total magnitude:")
     found = first.difference(second)
     show(found, args.units)
-    if args.output is not None:
-        write(found, args.output, args.units)
+    write(found, args.output, args.units)
 
 
 def _named(given: str, known: Mapping[str, str], path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,39 +12,42 @@ from typing import Any
 import numpy as np
 import torch
 
-from captum_ssm.cli.arguments import add_output, check_file, check_output, numbers, write
+from captum_ssm.cli.arguments import (
+    DATA,
+    PICTURES,
+    add_output,
+    check_file,
+    check_output,
+    numbers,
+    write,
+)
 from captum_ssm.cli.inputs import read_messages, read_texts
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
     add_pixels,
-    check_device,
-    found_model,
+    check_loading,
     is_vision_mamba,
     load_model,
     load_tokenizer,
     picture_options,
     quiet,
 )
-from captum_ssm.cli.options import add_options, flag, method_named, options_of
+from captum_ssm.cli.options import add_methods, add_options, flag, methods_of
 from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make import explain
 from captum_ssm.explanation.make.parse import MAPS, UNITS
-from captum_ssm.explanation.make.relevance.methods import ALL, method_names
 from captum_ssm.explanation.parts import RELEVANCE, THROUGH
 from captum_ssm.explanation.units import texts_of
 
-DEFAULT_METHOD = "mamba-lrp"
-DATA = (".html", ".json")
 TABLE = (".csv",)
 # Arguments of explain whose messages name them.
 NAMED = (
     *("text", "messages", "target", "against", "max_new_tokens", "position"),
     *("units", "labels", "maps", "alternatives"),
 )
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     inputs = "--text TEXT | --ids IDS | --input FILE | --messages FILE | --image FILE"
     parser.usage = f"{parser.prog} MODEL ({inputs}) [options]"
     _add_inputs(parser)
-    add_methods(parser)
+    add_methods(parser, "--method")
     add_answers(parser)
     _add_results(parser)
     add_loading(parser)
@@ -85,28 +89,14 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_methods(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say by which methods, and whether these are checked."""
-    parser.add_argument(
-        "--methods",
-        "--method",
-        nargs="+",
-        type=method_named,
-        choices=[*method_names(), ALL],
-        metavar="METHOD",
-        default=[DEFAULT_METHOD],
-        help=f"One or several of {listed(method_names())}, or all. Default: {DEFAULT_METHOD}",
-    )
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what is asked of a text, and whether methods are checked by it."""
     parser.add_argument(
         "--validate",
         action="store_true",
         help="Also remove the most relevant tokens first, and say by which method the score falls "
         "fastest.",
     )
-
-
-def add_answers(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what is asked of a text."""
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
         "--target",
@@ -213,13 +203,7 @@ def run(args: argparse.Namespace) -> None:
         show(found, args.units)
     else:
         show_summary(found, lines)
-    if args.output is None:
-        return
-    if args.output.suffix in PICTURES:
-        _figure(found, args.units).savefig(args.output, dpi=130)
-        print(f"\nwrote {args.output}")
-    else:
-        write(found, args.output, args.units)
+    write(found, args.output, args.units, partial(_figure, found, args.units))
 
 
 def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
@@ -234,10 +218,8 @@ def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     # All that the arguments tell, before transformers is imported: what explain is called with,
     # and the lines of a file of texts.
-    chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
-    options = options_of(args, chosen)
     asked: dict[str, Any] = {
-        "methods": ALL if ALL in chosen else options,
+        "methods": methods_of(args),
         "units": args.units,
         "alternatives": args.alternatives,
         "validate": args.validate,
@@ -250,8 +232,7 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
         raise ImportError("--output is a .csv, which needs pandas: pip install pandas")
     for path in (args.input, args.messages, args.image):
         check_file(path)
-    args.model = found_model(args.model)
-    check_device(args.device)
+    check_loading(args)
     if args.image is not None:
         return asked | _checked_image(args), []
     if is_vision_mamba(args.model):

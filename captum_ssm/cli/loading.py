@@ -63,6 +63,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def check_loading(args: argparse.Namespace) -> None:
+    """Find the model that a command was given; of an example the name becomes its folder.
+
+    Raises:
+        ValueError: for a folder that holds no model, and a device that torch cannot use.
+    """
+    args.model = found_model(args.model)
+    check_device(args.device)
+
+
 def found_model(name: str) -> str:
     """A folder or a hub name; of an example that comes with the package its folder.
 

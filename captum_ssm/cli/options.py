@@ -14,6 +14,34 @@ from captum_ssm.attr import Option, methods
 from captum_ssm.cli.parser import listed, plain
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.relevance.captum_methods import NAMED
+from captum_ssm.explanation.make.relevance.methods import ALL, method_names
+
+DEFAULT_METHOD = "mamba-lrp"
+
+
+def add_methods(parser: argparse.ArgumentParser, *aliases: str) -> None:
+    """The argument that says by which methods; it may have other names as well."""
+    parser.add_argument(
+        "--methods",
+        *aliases,
+        nargs="+",
+        type=method_named,
+        choices=[*method_names(), ALL],
+        metavar="METHOD",
+        default=[DEFAULT_METHOD],
+        help=f"One or several of {listed(method_names())}, or all. Default: {DEFAULT_METHOD}",
+    )
+
+
+def methods_of(args: argparse.Namespace) -> str | dict[str, dict[str, Any]]:
+    """The methods that were given, each with its options; or all.
+
+    Raises:
+        ValueError: as for :func:`options_of`.
+    """
+    chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
+    options = options_of(args, chosen)
+    return ALL if ALL in chosen else options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,17 +10,15 @@ from captum_ssm.cli.arguments import add_output, check_file, check_output, write
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
-    check_device,
-    found_model,
+    check_loading,
     load_model,
     load_tokenizer,
     quiet,
 )
-from captum_ssm.cli.options import method_named
-from captum_ssm.cli.parser import listed
+from captum_ssm.cli.options import add_methods
 from captum_ssm.cli.terminal import show, visible
 from captum_ssm.explanation.make.recorded import BOUND
-from captum_ssm.explanation.make.relevance.methods import ALL, method_names
+from captum_ssm.explanation.make.relevance.methods import ALL
 from captum_ssm.explanation.make.served import replay
 from captum_ssm.explanation.make.served.log import log_entries, with_requests
 from captum_ssm.explanation.replayed import Replay
@@ -40,15 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "(.jsonl), also an output file of a batch; or a log of Inspect or lm-eval.",
     )
     add_served(parser)
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        type=method_named,
-        choices=[*method_names(), ALL],
-        metavar="METHOD",
-        default=["mamba-lrp"],
-        help=f"One or several of {listed(method_names())}, or all. Default: mamba-lrp",
-    )
+    add_methods(parser)
     add_output(parser, "Where to write a page (.html), the data (.json) or a table (.csv).")
     add_loading(parser)
 
@@ -84,8 +74,7 @@ def run(args: argparse.Namespace) -> None:
     for path in (args.log, args.requests):
         check_file(path)
     records = _records(args.log, args.requests)
-    args.model = found_model(args.model)
-    check_device(args.device)
+    check_loading(args)
     methods = ALL if ALL in args.methods else args.methods
     with quiet():
         model, tokenizer = load_model(args, images=False), load_tokenizer(args.model)
@@ -95,8 +84,7 @@ def run(args: argparse.Namespace) -> None:
         assert example.replay is not None
         _show(example.name, example.replay)
     show(found)
-    if args.output is not None:
-        write(found, args.output)
+    write(found, args.output)
 
 
 def _records(log: Path, requests: Path | None) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 from captum_ssm.cli.explain import (
     add_answers,
     add_kept,
-    add_methods,
     asked_of_texts,
     check_no_text,
     class_of,
@@ -20,12 +19,11 @@ from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
     add_pixels,
-    check_device,
-    found_model,
+    check_loading,
     load_for_rows,
     quiet,
 )
-from captum_ssm.cli.options import add_options, options_of
+from captum_ssm.cli.options import add_methods, add_options, methods_of
 from captum_ssm.cli.parser import listed
 from captum_ssm.cli.replay import add_served, bound_of
 from captum_ssm.explanation import ExplainedDataset
@@ -33,7 +31,6 @@ from captum_ssm.explanation.make.dataset import ServedLog, explain_dataset
 from captum_ssm.explanation.make.dataset.rows import ROLES
 from captum_ssm.explanation.make.dataset.sources import FILES
 from captum_ssm.explanation.make.recorded import BOUND
-from captum_ssm.explanation.make.relevance.methods import ALL
 
 SHOWN = 3  # rows that failed, in the closing lines
 
@@ -96,7 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="What a row that fails does: record, or raise, which ends the command. "
         "Default: record",
     )
-    add_methods(parser)
+    add_methods(parser, "--method")
     add_answers(parser)
     add_kept(parser)
     add_loading(parser)
@@ -106,13 +103,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Explain, write, and say how many."""
-    chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
-    options = options_of(args, chosen)
+    methods = methods_of(args)
     columns = _columns(args.columns)
-    args.model = found_model(args.model)
     if args.device == "cuda":  # of several processes each has its own
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    check_device(args.device)
+    check_loading(args)
     asked = asked_of_texts(args)
     with quiet():
         dataset = _dataset(args)
@@ -130,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
             rows_per_shard=args.rows_per_shard,
             batch_memory=args.batch_memory,
             on_error=args.on_error,
-            methods=ALL if ALL in chosen else options,
+            methods=methods,
             alternatives=args.alternatives,
             validate=args.validate,
             labels=args.labels,

@@ -18,8 +18,7 @@ from captum_ssm.capture.record import record
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
-    check_device,
-    found_model,
+    check_loading,
     load_config,
     load_model,
     quiet,
@@ -67,8 +66,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the report, for a language model or a `VisionMamba`."""
     if args.length is not None and args.length < 1:
         raise ValueError(f"--length is {args.length}; expected at least one token.")
-    args.model = found_model(args.model)
-    check_device(args.device)
+    check_loading(args)
     with quiet():
         if args.config_only:
             _print_without_weights(load_config(args.model))

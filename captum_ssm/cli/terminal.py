@@ -11,7 +11,7 @@ from rich.text import Text
 
 from captum_ssm.explanation import Answer, Example, Explanation, Output
 from captum_ssm.explanation.parts import END, LABEL, PART, START
-from captum_ssm.explanation.units import bounds_of, says_nothing, texts_of
+from captum_ssm.explanation.units import bounds_of, read_apart, texts_of
 from captum_ssm.utils.colors import AGAINST, FOR, INK, PAPER
 
 TOP, WIDTH = 10, 40
@@ -120,14 +120,10 @@ class _Parts:
     # The units of a text and their relevance. As on the page, those that are shown were read by the
     # model, and the one at which the answer is read is told apart.
     def __init__(self, row: np.ndarray, example: Example, units: str, output: Output) -> None:
-        position, at = output.position, output.reading_token
+        position, at = output.position, read_apart(example, output)
         self.row, self.texts, self.units = row, texts_of(example, units), units
         bounds = bounds_of(example, units)
         self.first = [first for first, _ in bounds]
-        # A token's label is read from the token itself, which is told with the others, and so is a
-        # word from which a classifier reads the text.
-        if output.role == LABEL or (at != position and not says_nothing(example.tokens[at or 0])):
-            at = None
         inside = [i for i, (a, b) in enumerate(bounds) if at is not None and a <= at < b]
         is_alone = [i for i in inside if position is not None or bounds[i][1] - bounds[i][0] == 1]
         self.own = is_alone[0] if is_alone else None

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Example, Span, Token
+from captum_ssm.explanation.parts import LABEL, Example, Output, Span, Token
 from captum_ssm.explanation.pictures import TEXT, Picture, owners, picture_names, stretches
 
 _WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
@@ -69,6 +69,16 @@ def belongs(token: Token, start: int, end: int) -> bool:
 def says_nothing(token: Token) -> bool:
     """Whether a token is special, or has neither a letter nor a digit, such as a full stop."""
     return token.start == token.end or not any(sign.isalnum() for sign in token.text)
+
+
+def read_apart(example: Example, output: Output) -> int | None:
+    """The token at which an answer is read, which is told apart from those that it rests on.
+
+    A token's own label, and a word from which a classifier reads a whole text, are told with them.
+    """
+    at = output.reading_token
+    is_word = output.position is None and at is not None and not says_nothing(example.tokens[at])
+    return None if output.role == LABEL or is_word else at
 
 
 def words(tokens: Sequence[Token]) -> tuple[Span, ...]:

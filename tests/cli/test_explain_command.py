@@ -32,7 +32,7 @@ from captum_ssm import (
 )
 from captum_ssm.attr import methods
 from captum_ssm.cli import main
-from captum_ssm.cli.explain import DEFAULT_METHOD
+from captum_ssm.cli.options import DEFAULT_METHOD
 from captum_ssm.cli.terminal import show
 
 

@@ -20,7 +20,7 @@ from captum_ssm.explanation import Span
 from captum_ssm.explanation.page import notebook_bundle, page_html, widget
 from captum_ssm.explanation.page.data import MOST_CELLS, packed, page_data, pooled
 from captum_ssm.explanation.page.html import MODULES, OF_REPORTS, OF_STATES, script, stylesheet
-from captum_ssm.explanation.page.opening import opening_of
+from captum_ssm.explanation.page.whole import opening_of
 from captum_ssm.utils.colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 
 

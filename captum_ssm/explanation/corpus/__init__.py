@@ -9,7 +9,7 @@ is written last: where it lies, the shard is finished. :mod:`opened` reads a fol
 :mod:`summarize` reads such a folder, or an explanation of many texts, into a report: each example
 becomes a few numbers (:mod:`readings`), these become mean shares with intervals (:mod:`shares`), of
 all examples and of parts of them (:mod:`slices`), by where they look (:mod:`profiles`), and against
-another run (:mod:`changes`); :mod:`report` is the result, :mod:`told` prints it, and
+another run (:mod:`changes`); :mod:`report` is the result, and prints it;
 :mod:`page_data` makes the data of its page.
 
 Nothing here needs PyTorch; :mod:`captum_ssm.explanation.make.dataset` writes these folders.

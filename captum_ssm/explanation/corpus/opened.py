@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.corpus.manifest import read_manifest
-from captum_ssm.explanation.corpus.shards import OWN, example_of, shard_paths
+from captum_ssm.explanation.corpus.shards import OWN, arrow, example_of, shard_paths
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.parts import Method
 from captum_ssm.explanation.read import printable, read

@@ -10,7 +10,7 @@ from typing import Any
 from captum_ssm.explanation.corpus.parts import PLACES, ReportData
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
-from captum_ssm.explanation.page.data import page_data
+from captum_ssm.explanation.page.data import page_data, rounded
 from captum_ssm.explanation.parts import ExplanationData
 
 FORMAT = "captum_ssm.report/1"
@@ -35,8 +35,8 @@ def report_data(report: ReportData) -> dict[str, Any]:
         "method": report.method,
         "units": report.units,
         "count": len(report.examples),
-        "right": _number(report.right),
-        "own": _number(report.own),
+        "right": rounded(report.right, 4),
+        "own": rounded(report.own, 4),
         "errors": [[i, error] for i, error in list(report.errors.items())[:20]],
         "failed": len(report.errors),
         "notes": [*report.notes, *_left_out(report, len(listed), len(shown[0]))],
@@ -49,12 +49,12 @@ def report_data(report: ReportData) -> dict[str, Any]:
             "target": [one.target for one in listed],
             "prediction": [None if one.right else one.prediction for one in listed],
             "right": [one.right for one in listed],
-            "p": [_number(one.probability, 3) for one in listed],
+            "p": [rounded(one.probability, 3) for one in listed],
             "length": [one.length for one in listed],
             "group": [one.group for one in listed],
-            "distance": [_number(one.distance, 3) for one in listed],
-            "place": [[_number(v, 3) for v in one.place] for one in listed],
-            "moved": [_number(one.moved, 3) for one in listed],
+            "distance": [rounded(one.distance, 3) for one in listed],
+            "place": [[rounded(v, 3) for v in one.place] for one in listed],
+            "moved": [rounded(one.moved, 3) for one in listed],
             "flipped": [int(one.flipped) for one in listed],
             **{f"column {name}": [_plain(one.columns[name]) for one in listed] for name in names},
         },
@@ -123,7 +123,7 @@ def _shares(shares: Mapping[str, tuple[Share, ...]], is_all: bool) -> dict[str, 
     for kind, entries in shares.items():
         most = len(entries) if kind in PLACES else MOST_KEYS[is_all]
         found[kind] = [
-            [one.key, one.examples, *(_number(v, 3) for v in _numbers(one))]
+            [one.key, one.examples, *(rounded(v, 3) for v in _numbers(one))]
             for one in entries[:most]
         ]
     return found
@@ -138,8 +138,8 @@ def _slice(part: Slice) -> dict[str, Any]:
         "by": part.by,
         "name": part.name,
         "count": len(part.examples),
-        "right": _number(part.right),
-        "p": _number(part.probability),
+        "right": rounded(part.right, 4),
+        "p": rounded(part.probability, 4),
         "shares": _shares(part.shares, False),
         "apart": [_difference(one) for one in part.apart[:8]],
         "typical": list(part.typical),
@@ -149,7 +149,7 @@ def _slice(part: Slice) -> dict[str, Any]:
 
 def _difference(one: Difference) -> list[Any]:
     numbers = (one.here, one.elsewhere, one.low, one.high)
-    return [one.kind, one.key, *(_number(value, 3) for value in numbers)]
+    return [one.kind, one.key, *(rounded(value, 3) for value in numbers)]
 
 
 def _change(report: ReportData) -> dict[str, Any] | None:
@@ -158,7 +158,7 @@ def _change(report: ReportData) -> dict[str, Any] | None:
         return None
     return {
         "other": change.other,
-        "moved": [_number(v) for v in (change.moved.value, change.moved.low, change.moved.high)],
+        "moved": [rounded(v, 4) for v in (change.moved.value, change.moved.low, change.moved.high)],
         "flipped": len(change.flipped),
         "unpaired": change.unpaired,
         "shares": [_difference(one) for one in change.shares.get(report.units, ())[:20]],
@@ -167,7 +167,3 @@ def _change(report: ReportData) -> dict[str, Any] | None:
 
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, str)) else str(value)
-
-
-def _number(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else float(f"{value:.{digits}g}")

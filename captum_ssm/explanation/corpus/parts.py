@@ -12,7 +12,6 @@ from captum_ssm.explanation.corpus.shares import Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.parts import ExplanationData
 
-LISTED = 10  # of a table, in print
 PLACES = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from captum_ssm.explanation.parts import END, LABEL, START, Example, Output
 from captum_ssm.explanation.tables import shares, told_answer
-from captum_ssm.explanation.units import bounds_of, says_nothing, texts_of
+from captum_ssm.explanation.units import bounds_of, read_apart, texts_of
 
 TENTHS = 10
 EXACT = 16  # places up to this one are told apart; further ones share a bin, each twice as wide
@@ -165,21 +165,16 @@ def _counts(output: Output) -> bool:
 def _values(
     example: Example, method: str, output: Output, reading_token: bool | None
 ) -> tuple[np.ndarray, int | None]:
-    # What is read, and the token to leave out. As on the page, a token's own label, and a word that
-    # a classifier reads the whole text from, stay.
+    # What is read, and the token to leave out.
     row = output.answers[output.chosen].row
     assert row is not None
     values = np.array(example.relevance[method][row], dtype=np.float64)
-    at = output.reading_token
     last = len(values) - 1 if output.position is None else output.position
     if output.part is not None:
         last = output.part[1] - 2
     last = max(last, int(np.flatnonzero(values)[-1]) if values.any() else 0)
-    is_told = output.role == LABEL or (
-        output.position is None and at is not None and not says_nothing(example.tokens[at])
-    )
-    keeps = is_told if reading_token is None else reading_token
-    return values[: last + 1], None if keeps else at
+    own = None if reading_token else output.reading_token
+    return values[: last + 1], read_apart(example, output) if reading_token is None else own
 
 
 def _place(output: Output, length: int) -> int:

@@ -17,7 +17,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from captum_ssm.explanation.corpus.arrow import arrow
 from captum_ssm.explanation.corpus.writing import replacing
 from captum_ssm.explanation.file import encoded, map_tensors
 from captum_ssm.explanation.parts import LABEL, NEXT, Example, Maps, Output
@@ -41,6 +40,23 @@ class Shard(NamedTuple):
     records: list[dict[str, Any]]
     maps: dict[int, Sequence[Maps]]
     notes: list[str]
+
+
+def arrow() -> Any:
+    """``pyarrow``, with ``pyarrow.parquet``.
+
+    Raises:
+        ImportError: says how it is installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(
+            "explained data sets are Parquet files, which need pyarrow: "
+            "pip install captum-ssm[data]"
+        ) from error
+    return pyarrow
 
 
 def schema_of(methods: Sequence[str], columns: Mapping[str, str]) -> Any:

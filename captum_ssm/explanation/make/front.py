@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Literal
 
 from captum_ssm.explanation import Explanation
-from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.parse_inputs import unpacked
 from captum_ssm.explanation.make.many import Explainer
 from captum_ssm.explanation.make.parse import OPTIONS
 from captum_ssm.utils.allocator import workspace

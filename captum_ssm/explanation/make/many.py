@@ -20,8 +20,12 @@ from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.generate import Generation, parse_generation
 from captum_ssm.explanation.make.inputs.arrays import Given, Known, given
 from captum_ssm.explanation.make.inputs.media import encoded
-from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer, numbered, parse_inputs
-from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.parse_inputs import (
+    is_tokenizer,
+    numbered,
+    parse_inputs,
+    unpacked,
+)
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import checked_options, parse_setup, parse_spans

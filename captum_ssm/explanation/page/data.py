@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from captum_ssm.explanation.circuits import check_circuits
-from captum_ssm.explanation.page.opening import opening_of
-from captum_ssm.explanation.page.whole import divided, whole_of
+from captum_ssm.explanation.page.whole import divided, opening_of, whole_of
 from captum_ssm.explanation.parts import (
     END,
     SPAN,
@@ -120,8 +119,8 @@ def _validation(check: Validation | None) -> dict[str, Any] | None:
         "shares": _numbers(check.shares),
         "curves": {name: _numbers(curve) for name, curve in check.curves.items()},
         "random": _numbers(check.random.mean(0)),
-        "area": _number(check.random_area),
-        "areas": {name: _number(area) for name, area in check.areas.items()},
+        "area": rounded(check.random_area),
+        "areas": {name: rounded(area) for name, area in check.areas.items()},
         "beaten": {name: check.beaten(name) for name in check.curves},
         "orders": len(check.random),
         "falls": check.falls,
@@ -161,8 +160,8 @@ def _place(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
 def _answer(answer: Answer) -> dict[str, Any]:
     return {
         "text": answer.text,
-        "p": _maybe(answer.probability),
-        "logit": _number(answer.logit),
+        "p": rounded(answer.probability),
+        "logit": rounded(answer.logit),
         "rank": answer.rank,
         "row": answer.row,
     }
@@ -243,7 +242,7 @@ def packed(rows: np.ndarray) -> dict[str, Any]:
     steps = np.rint(np.sign(share) * np.sqrt(np.abs(share)) * 32767).astype("<i2")
     return {
         "shape": list(values.shape),
-        "scale": [_number(top / 32767**2, digits=7) for top in largest[:, 0]],
+        "scale": [rounded(top / 32767**2, digits=7) for top in largest[:, 0]],
         "data": _text(steps.tobytes()),
     }
 
@@ -275,14 +274,10 @@ def _text(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
 
-def _maybe(value: float | None) -> float | None:
-    return None if value is None else _number(value)
-
-
 def _numbers(values: Any) -> list[float | None]:
-    return [_number(value) for value in np.asarray(values, dtype=np.float64)]
+    return [rounded(value) for value in np.asarray(values, dtype=np.float64)]
 
 
-def _number(value: float, digits: int = 5) -> float | None:
+def rounded(value: float | None, digits: int = 5) -> float | None:
     """A number of few digits; JSON has neither NaN nor Inf."""
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

@@ -38,6 +38,8 @@ MODULES = (
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
 
+OPEN_PAGE = "openPage(document.body, data, { whole: true });"
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -60,17 +62,7 @@ form-action 'none'; style-src '{style_hash}'; script-src '{script_hash}'">
 
 _START = """
 const data = JSON.parse(document.getElementById("captum-data").textContent);
-openPage(document.body, data, { whole: true });
-"""
-
-_START_REPORT = """
-const data = JSON.parse(document.getElementById("captum-data").textContent);
-openReport(document.body, data);
-"""
-
-_START_STATES = """
-const data = JSON.parse(document.getElementById("captum-data").textContent);
-openStates(document.body, data);
+{}
 """
 
 
@@ -103,7 +95,7 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
         )
     data = page_data(explanation)
     extras = extras_of(data)
-    page = _document(explanation.title, data, stylesheet(*extras), script(*extras) + _START)
+    page = _document(data, stylesheet(*extras), script(*extras), OPEN_PAGE)
     if len(page) > size_limit:
         raise ValueError(
             f"The page would have {len(page) / 2**20:.1f} MiB, and the limit is "
@@ -123,15 +115,16 @@ def report_html(data: dict[str, Any]) -> str:
         str: the page. Write it with ``encoding="utf-8"``.
     """
     extras = (*extras_of(data["shown"]), True)
-    return _document(data["title"], data, stylesheet(*extras), script(*extras) + _START_REPORT)
+    return _document(data, stylesheet(*extras), script(*extras), "openReport(document.body, data);")
 
 
-def _document(title: str, data: dict[str, Any], style: str, code: str) -> str:
+def _document(data: dict[str, Any], style: str, code: str, start: str) -> str:
     # Legal in JSON strings alone, so no value changes; and nothing in the data can end its element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    code += _START.format(start)
     text = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
     return _PAGE.format(
-        title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        title=html.escape(data["title"]).encode("ascii", "xmlcharrefreplace").decode(),
         style=style,
         script=code,
         data=text,
@@ -151,7 +144,7 @@ def extras_of(data: dict) -> tuple[bool, bool, bool]:
 def states_html(data: dict[str, Any]) -> str:
     """The page of a state report, by data of the format ``captum_ssm.states/1``."""
     style = "".join(_read(f"{name}.css") for name in ("page", "report", "states"))
-    return _document(data["title"], data, style, _joined(OF_STATES) + _START_STATES)
+    return _document(data, style, _joined(OF_STATES), "openStates(document.body, data);")
 
 
 @cache

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from captum_ssm.explanation.file import write_page
+from captum_ssm.explanation.page.data import rounded
 from captum_ssm.explanation.page.html import states_html
 
 if TYPE_CHECKING:
@@ -65,20 +66,20 @@ def _layer(
     outlives = [row["outlives"] for row in lives if not math.isnan(row["outlives"])]
     return {
         "name": name,
-        "lives": [{"head": row["head"], "life": _finite(row["half_life"])} for row in lives],
-        "outlives": _finite(sum(outlives) / max(len(outlives), 1)),
+        "lives": [{"head": row["head"], "life": rounded(row["half_life"], 4)} for row in lives],
+        "outlives": rounded(sum(outlives) / max(len(outlives), 1), 4),
         "lines": {measure: _line(positions, measure) for measure in MEASURES},
         "sinks": _tokens(sinks),
     }
 
 
-def _line(positions: Sequence[Row], measure: str) -> list[list[float]]:
+def _line(positions: Sequence[Row], measure: str) -> list[list[Any]]:
     # Means over heads, by the first position of each range.
     found: dict[int, list[float]] = defaultdict(list)
     for row in positions:
         if row["measure"] == measure and math.isfinite(row["mean"]):
             found[row["start"]].append(row["mean"])
-    return [[start, _rounded(sum(v) / len(v))] for start, v in sorted(found.items())]
+    return [[start, rounded(sum(v) / len(v), 4)] for start, v in sorted(found.items())]
 
 
 def _tokens(sinks: Sequence[Row]) -> list[dict[str, Any]]:
@@ -94,7 +95,7 @@ def _tokens(sinks: Sequence[Row]) -> list[dict[str, Any]]:
             "text": str(row["token"] if row["text"] is None else row["text"]),
             "head": row["head"],
             "inputs": row["inputs"],
-            **{name: _finite(row[name]) for name in ("share", "low", "high")},
+            **{name: rounded(row[name], 4) for name in ("share", "low", "high")},
         }
         for row in ranked[:MOST_TOKENS]
     ]
@@ -104,11 +105,3 @@ def _rank(row: Row) -> tuple[bool, float]:
     # By the lower end of the interval, so that a rare token is not first by luck.
     is_rare = math.isnan(row["low"])
     return is_rare, -row["share"] if is_rare else -row["low"]
-
-
-def _finite(value: float) -> float | None:
-    return _rounded(value) if math.isfinite(value) else None
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from captum_ssm.explanation.corpus.arrow import arrow
-from captum_ssm.explanation.corpus.shards import schema_of, table_of
+from captum_ssm.explanation.corpus.shards import arrow, schema_of, table_of
 from captum_ssm.explanation.make.dataset.budget import checked, limit_of, measured
+from captum_ssm.explanation.make.dataset.folder import ShardMaker
 from captum_ssm.explanation.make.dataset.own import column_types
 from captum_ssm.explanation.make.dataset.rows import Columns, RowReader
 from captum_ssm.explanation.make.dataset.served import ServedLog
-from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import scalars
-from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.parse_inputs import unpacked
 from captum_ssm.explanation.make.many import Explainer
 
 

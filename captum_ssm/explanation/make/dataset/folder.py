@@ -1,10 +1,10 @@
-"""The folder of an explained data set, filled shard by shard."""
+"""The folder of an explained data set, filled shard by shard, and how a shard is made."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from captum_ssm.errors import InputError
+from captum_ssm.explanation import Example, Maps
+from captum_ssm.explanation.corpus import RowError
 from captum_ssm.explanation.corpus.manifest import (
     NAME,
     changed_versions,
@@ -19,11 +21,23 @@ from captum_ssm.explanation.corpus.manifest import (
     read_manifest,
     write_manifest,
 )
-from captum_ssm.explanation.corpus.shards import schema_of, shard_path, shard_paths, write_shard
+from captum_ssm.explanation.corpus.shards import (
+    OWN,
+    Shard,
+    record,
+    schema_of,
+    shard_path,
+    shard_paths,
+    write_shard,
+)
 from captum_ssm.explanation.corpus.writing import remove_temporary
 from captum_ssm.explanation.make.dataset.budget import limit_of
-from captum_ssm.explanation.make.dataset.shard import ShardMaker
-from captum_ssm.explanation.make.dataset.sources import Source
+from captum_ssm.explanation.make.dataset.own import own_values
+from captum_ssm.explanation.make.dataset.rows import RowReader
+from captum_ssm.explanation.make.dataset.sources import Source, attempt
+from captum_ssm.explanation.make.many import Explainer, InputRow
+from captum_ssm.explanation.make.relevance.batches import BatchLimit, batch_limit
+from captum_ssm.metrics.evaluation import seeded
 from captum_ssm.utils.progress import Bar
 
 
@@ -68,6 +82,49 @@ def this_process(process: Any, accelerator: Any) -> tuple[int, int]:
     if not is_right or not 0 <= numbers[0] < numbers[1]:
         raise InputError(f"process is {process!r}; expected (k, n), 0 <= k < n.")
     return numbers[0], numbers[1]
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """Explains the rows of a shard, by an explainer of its own: nothing is kept from other shards.
+
+    Args:
+        make (Callable): the explainer.
+        columns (RowReader): what the model reads.
+        types (dict): of the scalar columns that are kept, by name.
+        seed (int): random numbers of shard k begin at this plus k.
+        raises (bool): whether a row that fails ends the run. Default: False
+        limit (Callable): makes the limit of a shard's batches. Default: without a budget
+    """
+
+    make: Callable[[], Explainer]
+    columns: RowReader
+    types: Mapping[str, str]
+    seed: int = 0
+    raises: bool = False
+    limit: Callable[[], BatchLimit] = BatchLimit
+
+    def __call__(self, number: int, indices: Sequence[int | None], rows: Sequence[Any]) -> Shard:
+        """Explain the rows of shard ``number``, which have these indices in the data set."""
+        explainer = self.make()
+        asked = [attempt(self.columns.row, row) for row in rows]
+        with seeded(self.seed + number), batch_limit(self.limit()):
+            outcomes = iter(explainer([one for one in asked if isinstance(one, InputRow)]))
+        found = [next(outcomes) if isinstance(one, InputRow) else one for one in asked]
+        records: list[dict[str, Any]] = []
+        maps: dict[int, Sequence[Maps]] = {}
+        for index, row, outcome in zip(indices, rows, found, strict=True):
+            own = attempt(partial(own_values, types=self.types), row)
+            told = attempt(partial(_recorded, explainer), _first_error(outcome, own))
+            if isinstance(told, Exception):
+                if self.raises:
+                    raise RowError(f"row {index} was not explained: {_named(told)}") from told
+                told = {"error": _named(told)}
+            elif isinstance(outcome, Example) and outcome.maps and index is not None:
+                maps[index] = outcome.maps
+            kept = {} if isinstance(own, Exception) else own
+            records.append({"index": index, **told, **{OWN + k: kept[k] for k in kept}})
+        return Shard(records, maps, list(explainer.explanation(()).settings["notes"]))
 
 
 @dataclass(frozen=True)
@@ -145,3 +202,15 @@ class ShardRun:
         if self.source.position is not None:
             told = {**read_manifest(self.folder), "rows": self.source.position()}
             write_manifest(self.folder, told, self.process)
+
+
+def _recorded(explainer: Explainer, example: Example) -> dict[str, Any]:
+    return record(example, explainer.heading([example]))
+
+
+def _first_error(outcome: Any, own: Any) -> Any:
+    return own if isinstance(own, Exception) and not isinstance(outcome, Exception) else outcome
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -10,7 +10,12 @@ from typing import Any, Literal, NamedTuple
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus import ExplainedDataset
 from captum_ssm.explanation.make.dataset.budget import checked, measured
-from captum_ssm.explanation.make.dataset.folder import ShardRun, made_folder, this_process
+from captum_ssm.explanation.make.dataset.folder import (
+    ShardMaker,
+    ShardRun,
+    made_folder,
+    this_process,
+)
 from captum_ssm.explanation.make.dataset.identity import (
     hash_of_model,
     hash_of_rows,
@@ -19,9 +24,8 @@ from captum_ssm.explanation.make.dataset.identity import (
 from captum_ssm.explanation.make.dataset.own import column_types
 from captum_ssm.explanation.make.dataset.rows import Columns, RowReader
 from captum_ssm.explanation.make.dataset.served import ServedLog
-from captum_ssm.explanation.make.dataset.shard import ShardMaker
 from captum_ssm.explanation.make.dataset.sources import Source, source_of
-from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.parse_inputs import unpacked
 from captum_ssm.explanation.make.many import Explainer, plain
 from captum_ssm.explanation.make.parse import OPTIONS
 from captum_ssm.utils.integers import count_of

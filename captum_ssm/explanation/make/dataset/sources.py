@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.corpus.arrow import arrow
+from captum_ssm.explanation.corpus.shards import arrow
 from captum_ssm.explanation.make.dataset.identity import hash_of_file, hash_of_rows
 from captum_ssm.explanation.make.inputs.pictures import ENDINGS
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.arrays import Given, arranged
 from captum_ssm.explanation.make.inputs.pictures import shown
 from captum_ssm.explanation.make.questions.base import (
+    Choices,
     Questions,
     Setup,
     Steps,
     per_example,
     to_numpy,
 )
-from captum_ssm.explanation.make.questions.forecasts import add_forecast
 from captum_ssm.explanation.make.questions.labels import classes_of, configured, names_of
 from captum_ssm.explanation.make.questions.observed import Look
+from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.inspection.implicit_attention import token_grids
+from captum_ssm.utils.integers import as_index
 
 PLACEHOLDER = re.compile(r"LABEL_\d+")
 # Whether it is of pixels: the axes that an output may have, and what is said of another one.
@@ -152,3 +158,63 @@ def array_questions(setup: Setup, found: Given, target: Any, against: Any) -> li
 def _grid(model: Any, pixels: Tensor) -> tuple[int, ...] | None:
     shapes = [tuple(grid.shape) for grid in token_grids(model, pixels).values() if grid is not None]
     return shapes[0] if shapes and len(shapes[0]) == pixels.dim() - 2 else None
+
+
+@dataclass(frozen=True)
+class NumberQuestion(Question):
+    """A question about numbers of an output of several axes; each has its number in it."""
+
+    shape: tuple[int, ...] = ()
+
+    def place(self, answer: int) -> tuple[int, ...]:
+        """The index of a number."""
+        return tuple(int(k) for k in np.unravel_index(answer, self.shape))
+
+
+def add_forecast(
+    questions: Questions, numbers: Tensor, features: Sequence[str], target: Any, against: Any
+) -> None:
+    """One output of several numbers, of which one is explained.
+
+    Args:
+        questions (Questions): of one example.
+        numbers (Tensor): ``(N,)``, or ``(steps, F)`` of the features of the series.
+        features (sequence of str): of the series.
+        target, against (Any): the index or the name of a number; None for the first, and for no
+            contrast.
+
+    Raises:
+        TargetError: for a number that there is not.
+    """
+    shape = tuple(numbers.shape)
+    names = _names(shape, features)
+    first = 0 if target is None else _number("target", target, names, shape)
+    other = None if against is None else _number("against", against, names, shape)
+    if other == first:
+        raise TargetError(
+            f"against is {against!r}, the number that is explained; expected another one."
+        )
+    ask = partial(NumberQuestion, shape=shape)
+    choices = Choices(names.__getitem__, None, ask=ask, is_ranked=False)
+    questions.add(numbers.flatten(), None, first, other, choices=choices)
+
+
+def _names(shape: Sequence[int], features: Sequence[str]) -> list[str]:
+    # Forecasts of steps have the names of the features; other outputs have their index.
+    places = list(product(*map(range, shape)))
+    if len(shape) == 2 and shape[1] == len(features):
+        return [f"{features[k]}, {step + 1} ahead" for step, k in places]
+    return [f"output {', '.join(map(str, place))}" for place in places]
+
+
+def _number(name: str, wanted: Any, names: Sequence[str], shape: Sequence[int]) -> int:
+    if isinstance(wanted, str) and wanted in names:
+        return names.index(wanted)
+    items = wanted if isinstance(wanted, (tuple, list)) else (wanted,)
+    place, places = tuple(map(as_index, items)), list(product(*map(range, shape)))
+    if place in places:
+        return places.index(place)  # type: ignore[arg-type]
+    raise TargetError(
+        f"{name} is {wanted!r}; expected a number of the forecast {places[0]} .. {places[-1]}, or "
+        f"its name, such as {names[-1]!r}."
+    )

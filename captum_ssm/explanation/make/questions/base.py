@@ -15,10 +15,9 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
 from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
 from captum_ssm.explanation.make.recorded import Recorded
-from captum_ssm.explanation.make.relevance.removal import Replacement
+from captum_ssm.explanation.make.relevance.removal import Replacement, validated
 from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows, RowSource
 from captum_ssm.explanation.make.relevance.run import OneInput, Run
-from captum_ssm.explanation.make.relevance.validate import validated
 from captum_ssm.explanation.parts import NEXT
 from captum_ssm.utils.memory import memory_limit as limit_memory
 from captum_ssm.utils.memory import require
@@ -93,6 +92,8 @@ class Choices:
             Default: the place
         read_at (int, optional): the token from which the output of a whole text is read.
             Default: None
+        is_ranked (bool, optional): whether a larger one is likelier; numbers that are not are in
+            their own order. Default: True
     """
 
     text_of: Callable[[int], str]
@@ -101,6 +102,7 @@ class Choices:
     ask: Callable[..., Question] = Question
     id_of: Callable[[int], int] = int
     read_at: int | None = None
+    is_ranked: bool = True
 
 
 class Questions:
@@ -149,14 +151,17 @@ class Questions:
         choices = self.choices if choices is None else choices
         possible = int(torch.isfinite(logits).sum())
         count = min(possible, 1 + max(TOP, self.setup.alternatives + 1))
-        likely = logits.topk(count).indices.tolist()
+        likely = top = logits.topk(count).indices.tolist()
+        if not choices.is_ranked:
+            first, top = chosen or 0, list(range(len(logits)))
+            likely = [*top[first:], *top[:first]]
         first = likely[0] if chosen is None else chosen
         others = [answer for answer in likely if answer not in (first, against)]
         explained = [first, *([] if against is None else [against])]
         explained += others[: self.setup.alternatives]
         rows = {answer: len(self.questions) + k for k, answer in enumerate(explained)}
         self.questions += [choices.ask(position, answer) for answer in explained]
-        shown = dict.fromkeys([*likely[:TOP], *explained])
+        shown = dict.fromkeys([*top[:TOP], *explained])
         answers = _answers(choices, logits, list(shown), rows, {first: typed})
         places = {answer.id: k for k, answer in enumerate(answers)}
         index = {one: places[choices.id_of(one)] for one in shown}
@@ -323,7 +328,7 @@ def _answers(
     likely: list[float | None] = [None] * len(ids)
     if choices.probabilities is not None:
         likely = choices.probabilities(logits)[ids].tolist()
-    ranks = [1 + int((logits > logits[i]).sum()) for i in ids]
+    ranks = [1 + (int((logits > logits[i]).sum()) if choices.is_ranked else i) for i in ids]
     answers = [
         Answer(
             typed.get(i) or choices.text_of(i),

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from captum_ssm.explanation import Explanation
-from captum_ssm.explanation.make.inputs.parse_inputs import numbered
-from captum_ssm.explanation.make.inputs.pipelines import unpacked
+from captum_ssm.explanation.make.inputs.parse_inputs import numbered, unpacked
 from captum_ssm.explanation.make.many import Explainer
 from captum_ssm.explanation.make.recorded import BOUND, check_bound
 from captum_ssm.explanation.make.served.records import read_records
