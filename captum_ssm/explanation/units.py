@@ -42,17 +42,17 @@ class Turns:
 
     def spans(self, tokens: Sequence[Token], prompt: int) -> tuple[Span, ...]:
         """Turns, and what the template puts between them; the answer begins at ``prompt``."""
-        names = [self._name(token) for token in tokens[:prompt]]
+        held = (
+            (turn.name for turn in self.before if belongs(token, turn.start, turn.end))
+            for token in tokens[:prompt]
+        )
+        names = [next(one, TEMPLATE) for one in held]
         return _runs([*names, *[self.answer] * (len(tokens) - prompt)])
 
     def title(self, text: str) -> str:
         """What was said last before the answer."""
         last = max(self.before, key=lambda turn: turn.start, default=None)
         return text if last is None else text[last.start : last.end]
-
-    def _name(self, token: Token) -> str:
-        held = (turn.name for turn in self.before if belongs(token, turn.start, turn.end))
-        return next(held, TEMPLATE)
 
 
 def belongs(token: Token, start: int, end: int) -> bool:

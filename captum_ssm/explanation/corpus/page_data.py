@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -123,14 +123,14 @@ def _shares(shares: Mapping[str, tuple[Share, ...]], is_all: bool) -> dict[str, 
     for kind, entries in shares.items():
         most = len(entries) if kind in PLACES else MOST_KEYS[is_all]
         found[kind] = [
-            [one.key, one.examples, *(rounded(v, 3) for v in _numbers(one))]
+            [
+                one.key,
+                one.examples,
+                *(rounded(v, 3) for v in (one.share, one.low, one.high, one.total, one.leaning)),
+            ]
             for one in entries[:most]
         ]
     return found
-
-
-def _numbers(one: Share) -> Iterable[float]:
-    return one.share, one.low, one.high, one.total, one.leaning
 
 
 def _slice(part: Slice) -> dict[str, Any]:

@@ -125,7 +125,8 @@ def read(
         if own is not None:
             kept[own], values[own] = False, 0.0
         lengths.append(len(values))
-        _add_places(sums, values, kept, _place(output, len(values)))
+        at = output.reading_token
+        _add_places(sums, values, kept, len(values) - 1 if at is None else at)
         _add_units(sums, "token", example, values, kept)
         row = _add_units(sums, units, example, values, kept, is_again=units == "token")
         for spans in ("span", "turn"):
@@ -175,11 +176,6 @@ def _values(
     last = max(last, int(np.flatnonzero(values)[-1]) if values.any() else 0)
     own = None if reading_token else output.reading_token
     return values[: last + 1], read_apart(example, output) if reading_token is None else own
-
-
-def _place(output: Output, length: int) -> int:
-    at = output.reading_token
-    return length - 1 if at is None else at
 
 
 def _add_places(sums: _Sums, values: np.ndarray, kept: np.ndarray, at: int) -> None:

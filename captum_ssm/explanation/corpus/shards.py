@@ -116,7 +116,7 @@ def record(example: Example, title: str) -> dict[str, Any]:
         "difference": _differences(example),
         **_answers(example.outputs),
         "shape": shapes[0],
-        **{f"relevance.{m}": _rows(values) for m, values in example.relevance.items()},
+        **{f"relevance.{m}": list(x.reshape(len(x), -1)) for m, x in example.relevance.items()},
         **{f"delta.{m}": values for m, values in example.deltas.items()},
         "details": encoded({"title": title} | rest),
     }
@@ -128,10 +128,6 @@ def _differences(example: Example) -> list[float | None] | None:
         return None
     found = {token.position: token.difference for token in example.replay.tokens}
     return [found.get(k) for k in range(len(example.tokens))]
-
-
-def _rows(values: np.ndarray) -> list[np.ndarray]:
-    return list(values.reshape(len(values), -1))
 
 
 def _answers(outputs: Sequence[Output]) -> dict[str, Any]:

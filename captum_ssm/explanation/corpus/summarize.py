@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from captum_ssm.explanation.corpus.changes import Change, change
-from captum_ssm.explanation.corpus.opened import open_dataset
+from captum_ssm.explanation.corpus.opened import ExplainedDataset, open_dataset
 from captum_ssm.explanation.corpus.parts import ReportExample
 from captum_ssm.explanation.corpus.profiles import distances, grouped, plane, profiles
 from captum_ssm.explanation.corpus.readings import Reading, read
@@ -19,21 +19,12 @@ from captum_ssm.explanation.corpus.slices import FEW, Slice, Slicer
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.tables import require_texts
 
+# What is summarized.
+Explanations = Explanation | ExplainedDataset
 KINDS = ("word", "token", "part", "tenth", "start", "end", "distance", "layer")
 SHOWN = 6  # typical examples of a slice, and as many untypical ones
 MOST = 200  # examples that are shown as texts; the page takes fewer where they are long
 EACH = 12  # of the wrong and of the changed ones
-
-
-class Explanations(Protocol):
-    """What is summarized: an explanation, or the explained data set of a folder."""
-
-    @property
-    def title(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Explanation: ...
 
 
 def summarize(

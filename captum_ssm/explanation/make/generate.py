@@ -68,7 +68,7 @@ class Generation:
 
     def _generated(self, model: nn.Module, ids: Tensor, media: Mapping[str, Any]) -> Tensor:
         names = inspect.signature(model.generate).parameters  # type: ignore[arg-type]
-        known, takes_any = {*names}, _takes_any(names)
+        known, takes_any = {*names}, any(one.kind is one.VAR_KEYWORD for one in names.values())
         defaults: dict[str, Any] = {}
         if "generation_config" in names:  # as in transformers, which takes any name and checks it
             known |= _generation_options() | {*parameter_names(model)}
@@ -158,10 +158,6 @@ def parse_generation(
             "the answer is explained: leave one of them out, or use position='all' for both."
         )
     return Generation(length, options)
-
-
-def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
 
 
 def _generation_options() -> set[str]:

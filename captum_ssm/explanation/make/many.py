@@ -35,7 +35,6 @@ from captum_ssm.explanation.make.questions.base import Setup
 from captum_ssm.explanation.make.questions.kinds import Task, task_of
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.make.recorded import Recorded
-from captum_ssm.explanation.make.relevance.rows import RowSource
 from captum_ssm.explanation.make.together import Outcome, answered
 from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
@@ -257,7 +256,10 @@ class Explainer:
         return Explanation(
             self.heading(examples),
             name,
-            tuple(_method(name, source) for name, source in setup.methods.items()),
+            tuple(
+                Method(name, one.title, one.note, one.adds_up, plain(one.options))
+                for name, one in setup.methods.items()
+            ),
             examples,
             plain(settings),
             _versions(),
@@ -277,10 +279,6 @@ def _require_continued(questions: Sequence[Answerable], name: str) -> None:
             f"{name} is given, and the model does not continue texts: expected a language "
             "model and a text."
         )
-
-
-def _method(name: str, source: RowSource) -> Method:
-    return Method(name, source.title, source.note, source.adds_up, plain(source.options))
 
 
 def plain(value: Any, other: Callable[[Any], Any] = str) -> Any:

@@ -89,7 +89,7 @@ def _example(example: Example, methods: list[str], is_written: bool) -> dict[str
         "tokens": picture_names(example.pictures, [token.text for token in example.tokens]),
         **({"pictures": [_picture(one) for one in example.pictures]} if example.pictures else {}),
         "unknown": [[k, one.read_as] for k, one in enumerate(example.tokens) if one.read_as],
-        "special": [k for k, token in enumerate(example.tokens) if _special(token)],
+        "special": [k for k, token in enumerate(example.tokens) if token.start == token.end],
         "prompt": example.prompt,
         "units": {
             unit: {"ends": [span.end for span in spans], "names": [span.name for span in spans]}
@@ -126,10 +126,6 @@ def _validation(check: Validation | None) -> dict[str, Any] | None:
         "falls": check.falls,
         "telling": check.is_telling,
     }
-
-
-def _special(token: Token) -> bool:
-    return token.start == token.end
 
 
 def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:

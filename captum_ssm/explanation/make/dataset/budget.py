@@ -105,7 +105,8 @@ def measured(
             ends = [
                 _taken(explainer, [asked[k] for k in some[:TRIED]]) for some in (order, order[::-1])
             ]
-    memory = memory or capacity_of(_device(model)) // 4
+    device = next((tensor.device for tensor in _tensors(model)), torch.device("cpu"))
+    memory = memory or capacity_of(device) // 4
     return {"memory": memory, "measured": sorted(dict(filter(None, ends)).items())}
 
 
@@ -131,10 +132,6 @@ class _Single(BatchLimit):
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in _tensors(model)), torch.device("cpu"))
 
 
 def capacity_of(device: torch.device) -> int:

@@ -115,7 +115,10 @@ class ShardMaker:
         maps: dict[int, Sequence[Maps]] = {}
         for index, row, outcome in zip(indices, rows, found, strict=True):
             own = attempt(partial(own_values, types=self.types), row)
-            told = attempt(partial(_recorded, explainer), _first_error(outcome, own))
+            is_ready = isinstance(outcome, Exception) or not isinstance(own, Exception)
+            told = attempt(
+                lambda one: record(one, explainer.heading([one])), outcome if is_ready else own
+            )
             if isinstance(told, Exception):
                 if self.raises:
                     raise RowError(f"row {index} was not explained: {_named(told)}") from told
@@ -202,14 +205,6 @@ class ShardRun:
         if self.source.position is not None:
             told = {**read_manifest(self.folder), "rows": self.source.position()}
             write_manifest(self.folder, told, self.process)
-
-
-def _recorded(explainer: Explainer, example: Example) -> dict[str, Any]:
-    return record(example, explainer.heading([example]))
-
-
-def _first_error(outcome: Any, own: Any) -> Any:
-    return own if isinstance(own, Exception) and not isinstance(outcome, Exception) else outcome
 
 
 def _named(error: Exception) -> str:

@@ -92,16 +92,13 @@ def media_of(inputs: Mapping[str, Any]) -> Media | None:
             "with its images: a list of them, such as [processor(text=..., images=...), ...], is "
             "explained one by one."
         )
-    per_token = {name: others.pop(name).reshape(1, -1) for name in _token_types(others)}
+    types = [name for name in others if name.endswith("token_type_ids")]
+    per_token = {name: others.pop(name).reshape(1, -1) for name in types}
     mask = inputs.get("attention_mask")
     if mask is not None:
         kept = torch.as_tensor(mask).reshape(-1) != 0
         per_token = {name: value[:, kept] for name, value in per_token.items()}
     return Media(others, per_token, tuple(_flat(inputs.get("images"))))
-
-
-def _token_types(others: Mapping[str, Any]) -> list[str]:
-    return [name for name in others if name.endswith("token_type_ids")]
 
 
 def encoded(inputs: Any, processor: Any) -> Any:
@@ -140,15 +137,12 @@ def encoded(inputs: Any, processor: Any) -> Any:
     try:
         found = processor(text=inputs["text"], **given, return_tensors="pt")
     except RAISED as error:
+        counts = (f"{len(list(_flat(value)))} {name}" for name, value in given.items())
         raise InputError(
             f"{type(processor).__name__} does not take the text {inputs['text']!r} with "
-            f"{_counted(given)}. It says: {error}{_hint(processor, inputs['text'])}"
+            f"{' and '.join(counts)}. It says: {error}{_hint(processor, inputs['text'])}"
         ) from error
     return {**found, **{name: given[name] for name in ("images",) if name in given}}
-
-
-def _counted(given: Mapping[str, Any]) -> str:
-    return " and ".join(f"{len(list(_flat(value)))} {name}" for name, value in given.items())
 
 
 def _hint(processor: Any, text: Any) -> str:

@@ -132,7 +132,8 @@ def shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
     """
     pixels = pixels.float()
     if mean is not None and std is not None:
-        m, s = (_per_channel(one, pixels) for one in (mean, std))
+        shape = -1, *[1] * (pixels.dim() - 1)
+        m, s = (torch.as_tensor(one, dtype=torch.float32).view(shape) for one in (mean, std))
         pixels = pixels * s + m
     else:
         low, high = pixels.min(), pixels.max()
@@ -140,11 +141,6 @@ def shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
     # One channel is gray; of more than three the first are shown.
     pixels = pixels[[0, 0, 0]] if len(pixels) < 3 else pixels[:3]
     return (pixels.clamp(0, 1) * 255).round().byte().movedim(0, -1).contiguous().numpy()
-
-
-def _per_channel(values: Any, pixels: Tensor) -> Tensor:
-    shape = -1, *[1] * (pixels.dim() - 1)
-    return torch.as_tensor(values, dtype=torch.float32).view(shape)
 
 
 def _batch(pixels: Tensor) -> Tensor:

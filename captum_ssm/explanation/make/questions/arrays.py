@@ -139,7 +139,9 @@ class ArrayQuestion:
             return {"series": to_numpy(self._kept(self.values)[0]), "features": given.features}
         channels = given.axes.index("c")
         pixels = values[0].movedim(channels - 1, 0).cpu()
-        grid = _grid(self.setup.model, values) if channels == 1 else None
+        grids = token_grids(self.setup.model, values).values() if channels == 1 else ()
+        shapes = [tuple(grid.shape) for grid in grids if grid is not None]
+        grid = shapes[0] if shapes and len(shapes[0]) == values.dim() - 2 else None
         return {"image": shown(pixels, given.mean, given.std), "grid": grid}
 
 
@@ -153,11 +155,6 @@ def array_questions(setup: Setup, found: Given, target: Any, against: Any) -> li
     targets, others = per_example("target", target, B), per_example("against", against, B)
     pairs = enumerate(zip(targets, others, strict=True))
     return [ArrayQuestion(setup, found, k, a, b) for k, (a, b) in pairs]
-
-
-def _grid(model: Any, pixels: Tensor) -> tuple[int, ...] | None:
-    shapes = [tuple(grid.shape) for grid in token_grids(model, pixels).values() if grid is not None]
-    return shapes[0] if shapes and len(shapes[0]) == pixels.dim() - 2 else None
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _per_text(run: Run, axes: Axes, shape: tuple[int, ...], ids: Tensor) -> Task
     names = names_of(axes.labels, axes.module, size)
     run = Run(
         run.module,
-        read=extract_logits if len(shape) == 2 else _one_column,
+        read=extract_logits if len(shape) == 2 else lambda output: extract_logits(output)[:, None],
         takes_several=_takes_several(run, ids),
     )
     return Task("classes", run, names, _probabilities(axes.module, size))
@@ -209,10 +209,6 @@ def _joined(output: Any) -> Tensor:
     # (B, 2, L), of starts and ends.
     pair = output if type(output) is tuple else (output["start_logits"], output["end_logits"])
     return torch.stack(pair, 1)
-
-
-def _one_column(output: Any) -> Tensor:
-    return extract_logits(output)[:, None]
 
 
 def _takes_several(run: Run, ids: Tensor) -> bool:

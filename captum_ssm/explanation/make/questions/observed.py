@@ -152,8 +152,9 @@ class _Watch:
 
     def maker_of(self, result: Tensor) -> nn.Module | None:
         """The module that returned this very tensor."""
-        made = ((part, one) for part, one in reversed(self._made) if _is_same(one, result))
-        return next((part for part, _ in made), None)
+        wanted = result.data_ptr(), result.shape
+        made = ((part, (one.data_ptr(), one.shape)) for part, one in reversed(self._made))
+        return next((part for part, one in made if one == wanted), None)
 
     def see(self, read: Any) -> None:
         """Look whether what is read is the vector of one token."""
@@ -174,7 +175,3 @@ class _Watch:
             self._made.append((part, first))
             if first.dim() == 3 and first.shape[:2] == self.shape:
                 self._tokens, self.read_at = first, (None,) * self.shape[0]
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

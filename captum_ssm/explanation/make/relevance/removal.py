@@ -111,7 +111,8 @@ class Parts:
         """Relevance of parts ``(R, *shape)`` in the shape of the input; sums are kept."""
         if self.inputs.dim() < 4:
             return relevance
-        of_place = relevance / self._counts().to(relevance) / self.inputs.shape[1]
+        counts = torch.bincount(self._index().flatten()).view(1, *self.shape)  # places of each
+        of_place = relevance / counts.to(relevance) / self.inputs.shape[1]
         shape = (len(relevance), *self.inputs.shape[1:])
         return self._spread(of_place).expand(shape).contiguous()
 
@@ -127,10 +128,6 @@ class Parts:
         numbers = torch.arange(math.prod(self.shape), dtype=torch.float64).view(1, 1, *self.shape)
         places = F.interpolate(numbers, tuple(self.inputs.shape[2:]), mode="nearest")
         return places[0, 0].long()
-
-    def _counts(self) -> Tensor:
-        # The number of places of each patch.
-        return torch.bincount(self._index().flatten()).view(1, *self.shape)
 
 
 def is_causal(run: Callable[[Tensor], Tensor], parts: Parts, position: int) -> bool:

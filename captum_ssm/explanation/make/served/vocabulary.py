@@ -74,8 +74,8 @@ class Vocabulary:
 
     def _candidates(self, token: ServedToken, k: int) -> list[int]:
         text = str(token.text)
-        tables = ((self._by_bytes, token.data), (self._by_text, text), (self._by_name, text))
-        known = next((table[key] for table, key in tables if key in table), None)
+        keys = zip(self._tables, (token.data, text, text), strict=True)
+        known = next((table[key] for table, key in keys if key in table), None)
         if not known:
             raise InputError(
                 f"token {k} of the answer is {told(token)}, which the tokenizer does not have, "
@@ -107,25 +107,17 @@ class Vocabulary:
         return token.id
 
     @cached_property
-    def _texts(self) -> list[str]:
-        ids = range(len(self.tokenizer))
-        return [str(text) for text in self.tokenizer.batch_decode([[one] for one in ids])]
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return list(self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer)))))
-
-    @cached_property
-    def _by_text(self) -> dict[Any, list[int]]:
-        return _numbered(self._texts)
-
-    @cached_property
-    def _by_name(self) -> dict[Any, list[int]]:
-        return _numbered(self._names)
-
-    @cached_property
-    def _by_bytes(self) -> dict[Any, list[int]]:
-        return _numbered(map(_bytes, self._texts, self._names))
+    def _tables(self) -> list[dict[Any, list[int]]]:
+        # The ids of tokens by their bytes, their texts and their names.
+        ids = list(range(len(self.tokenizer)))
+        texts = [str(text) for text in self.tokenizer.batch_decode([[one] for one in ids])]
+        names = self.tokenizer.convert_ids_to_tokens(ids)
+        tables: list[dict[Any, list[int]]] = []
+        for keys in (map(_bytes, texts, names), texts, names):
+            tables.append({})
+            for one, key in enumerate(keys):
+                tables[-1].setdefault(key, []).append(one)
+        return tables
 
 
 def told(token: ServedToken) -> str:
@@ -135,13 +127,6 @@ def told(token: ServedToken) -> str:
     parts += [] if token.data is None else [f"bytes {token.data.hex(' ')}"]
     first, *rest = parts or ["unknown"]
     return f"{first} ({', '.join(rest)})" if rest else first
-
-
-def _numbered(keys: Any) -> dict[Any, list[int]]:
-    found: dict[Any, list[int]] = {}
-    for one, key in enumerate(keys):
-        found.setdefault(key, []).append(one)
-    return found
 
 
 def _end(text: str, at: int, piece: str) -> int | None:
