@@ -6,7 +6,7 @@ import numpy as np
 import pages
 
 from captum_ssm.explanation import Answer, Example, Explanation, Output, Token
-from captum_ssm.explanation.units import lines, sentences, words
+from captum_ssm.explanation.units import matched
 
 PROMPT = (
     "Anna has 3 apples. Tom has 9 pears and a dog. Lena gives Anna 2 more apples. It rains in the "
@@ -77,7 +77,7 @@ def thoughts(name: str = "How many apples?") -> Example:
         deltas={"mamba-lrp": np.full(len(relevance), 0.25, np.float32)},
         tokens=pieces,
         prompt=prompt,
-        units={"word": words(pieces), "sentence": sentences(pieces)},
+        units={"word": matched(pieces, "word"), "sentence": matched(pieces, "sentence")},
         reasoning=(prompt, middle),
     )
 
@@ -99,7 +99,7 @@ def code() -> Example:
         outputs=_outputs(pieces, prompt),
         relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance)},
         deltas={},
-        units={"word": words(pieces), "line": lines(pieces)},
+        units={"word": matched(pieces, "word"), "line": matched(pieces, "line")},
         reasoning=None,
     )
 
@@ -165,7 +165,7 @@ def long(prompt: int = 4000, answer: int = 1000) -> Example:
         thoughts("Long"),
         tokens=pieces,
         prompt=prompt,
-        units={"word": words(pieces), "sentence": sentences(pieces)},
+        units={"word": matched(pieces, "word"), "sentence": matched(pieces, "sentence")},
         reasoning=(prompt, prompt + answer * 4 // 5),
     )
     return in_one_row(held, (prompt + answer * 4 // 5, prompt + answer), hops)

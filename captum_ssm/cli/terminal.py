@@ -11,6 +11,7 @@ from rich.text import Text
 
 from captum_ssm.explanation import Answer, Example, Explanation, Output
 from captum_ssm.explanation.parts import END, LABEL, PART, START
+from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.units import bounds_of, read_apart, texts_of
 from captum_ssm.utils.colors import AGAINST, FOR, INK, PAPER
 
@@ -78,7 +79,7 @@ def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
 
 def visible(text: str) -> str:
     """A token in one line, without what a terminal would obey."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = printable(text)
     return shown.strip() or shown.replace(" ", "\N{OPEN BOX}")
 
 

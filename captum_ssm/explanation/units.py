@@ -12,9 +12,13 @@ import numpy as np
 from captum_ssm.explanation.parts import LABEL, Example, Output, Span, Token
 from captum_ssm.explanation.pictures import TEXT, Picture, owners, picture_names, stretches
 
-_WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
-_SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL)
-_LINE = re.compile(r"[^\n]*\S[^\n]*(?:\n|$)")
+# Words, and each punctuation mark by itself; what ends in a full stop, a question or exclamation
+# mark, or a line break; lines, such as those of code, each with the empty ones after it.
+PATTERNS = {
+    "word": re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]"),
+    "sentence": re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL),
+    "line": re.compile(r"[^\n]*\S[^\n]*(?:\n|$)"),
+}
 
 TEMPLATE = "template"  # the turn of what no message says
 
@@ -81,19 +85,23 @@ def read_apart(example: Example, output: Output) -> int | None:
     return None if output.role == LABEL or is_word else at
 
 
-def words(tokens: Sequence[Token]) -> tuple[Span, ...]:
-    """Words, and each punctuation mark by itself."""
-    return _matched(tokens, _WORD)
+def matched(tokens: Sequence[Token], unit: str) -> tuple[Span, ...]:
+    """The words, sentences or lines of a text, ``"word"``, ``"sentence"`` or ``"line"``.
 
-
-def sentences(tokens: Sequence[Token]) -> tuple[Span, ...]:
-    """What ends in a full stop, a question or exclamation mark, or a line break."""
-    return _matched(tokens, _SENTENCE)
-
-
-def lines(tokens: Sequence[Token]) -> tuple[Span, ...]:
-    """Lines, such as those of code; an empty one belongs to the line before it."""
-    return _matched(tokens, _LINE)
+    A token belongs to the one that its first visible character lies in.
+    """
+    text = "".join(token.text for token in tokens if token.start < token.end)
+    matches = [match.span() for match in PATTERNS[unit].finditer(text)]
+    keys: list[object] = []
+    k = 0
+    for i, token in enumerate(tokens):
+        if token.start == token.end:  # a special token
+            keys.append(("special", i))
+            continue
+        while k + 1 < len(matches) and matches[k + 1][0] <= _begin(token):
+            k += 1
+        keys.append(k)
+    return _runs(keys)
 
 
 def named(tokens: Sequence[Token], spans: Mapping[str, tuple[int, int]]) -> tuple[Span, ...]:
@@ -191,22 +199,6 @@ def summed(relevance: np.ndarray, spans: Sequence[Span] | None) -> np.ndarray:
     if spans is None:
         return relevance
     return np.add.reduceat(relevance, [span.first for span in spans], axis=-1)
-
-
-def _matched(tokens: Sequence[Token], pattern: re.Pattern[str]) -> tuple[Span, ...]:
-    # A token belongs to the match that its first visible character lies in.
-    text = "".join(token.text for token in tokens if token.start < token.end)
-    matches = [match.span() for match in pattern.finditer(text)]
-    keys: list[object] = []
-    k = 0
-    for i, token in enumerate(tokens):
-        if token.start == token.end:  # a special token
-            keys.append(("special", i))
-            continue
-        while k + 1 < len(matches) and matches[k + 1][0] <= _begin(token):
-            k += 1
-        keys.append(k)
-    return _runs(keys)
 
 
 def _begin(token: Token) -> int:

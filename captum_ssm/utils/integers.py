@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ def as_index(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except (TypeError, ValueError):
         return None
+
+
+def pair_of(value: Any) -> tuple[int, int] | None:
+    """Two integers of Python, numpy or torch as ints; None for anything else."""
+    found = [as_index(one) for one in value] if isinstance(value, Sequence) else []
+    pair = [one for one in found if one is not None]
+    return (pair[0], pair[1]) if len(pair) == len(found) == 2 else None
 
 
 def count_of(name: str, value: Any, least: int, or_none: bool = False) -> Any:

@@ -38,14 +38,20 @@ class Generation:
     length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def written(self, question: TextQuestion) -> TextQuestion:
+    def written(self, question: Any) -> TextQuestion:
         """The question with what the model writes as its target.
 
         The model's settings and the random state are left as they were.
 
         Raises:
+            TypeError: for a question that is not about the next token of a text.
             ValueError: for options that ``generate`` does not have, and where it writes nothing.
         """
+        if not isinstance(question, TextQuestion):
+            raise TypeError(
+                "max_new_tokens is given, and the model does not write texts: expected a language "
+                "model and a text. Leave max_new_tokens and generation out."
+            )
         model: nn.Module = question.setup.model
         device = next(model.parameters()).device
         ids = torch.tensor([question.prompt.ids], device=device)
@@ -101,23 +107,6 @@ class Generation:
             if int(ids[0, -1]) in ends:
                 break
         return ids[0]
-
-
-def written(question: Any, generation: Generation | None) -> Any:
-    """A question with what the model writes as its target, where it is to write.
-
-    Raises:
-        TypeError: for a question that is not about the next token of a text.
-        ValueError: as for :meth:`Generation.written`.
-    """
-    if generation is None:
-        return question
-    if not isinstance(question, TextQuestion):
-        raise TypeError(
-            "max_new_tokens is given, and the model does not write texts: expected a language "
-            "model and a text. Leave max_new_tokens and generation out."
-        )
-    return generation.written(question)
 
 
 def parse_generation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from captum_ssm.capture import Readout, check_model, unwrap
@@ -12,7 +12,7 @@ from captum_ssm.explanation.make.questions.base import Setup
 from captum_ssm.explanation.make.relevance.methods import ALL, parse_methods
 from captum_ssm.explanation.make.relevance.removal import Replacement
 from captum_ssm.explanation.parts import RELEVANCE
-from captum_ssm.utils.integers import as_index, count_of
+from captum_ssm.utils.integers import count_of, pair_of
 from captum_ssm.utils.suggestions import did_you_mean
 
 UNITS = ("token", "word", "sentence", "line", "turn")
@@ -93,14 +93,13 @@ def parse_spans(units: Any) -> dict[str, tuple[int, int]]:
         )
     spans = {}
     for name, span in units.items():
-        indices = [as_index(bound) for bound in span] if isinstance(span, Sequence) else []
-        bounds = [bound for bound in indices if bound is not None]
-        if not len(bounds) == len(indices) == 2 or not isinstance(name, str):
+        bounds = pair_of(span)
+        if bounds is None or not isinstance(name, str):
             raise ValueError(
                 f"units[{name!r}] is {span!r}; expected two integers, the first character and the "
                 "one after the last."
             )
-        spans[name] = bounds[0], bounds[1]
+        spans[name] = bounds
     return spans
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.generate import Generation, written
+from captum_ssm.explanation.make.generate import Generation
 from captum_ssm.explanation.make.questions.asked import Answerable
 from captum_ssm.explanation.make.questions.base import Steps
 from captum_ssm.explanation.make.relevance.batches import batch_limit, batches, current_limit
@@ -47,7 +47,8 @@ def answered(
 
 
 def _example(question: Any, writing: Generation | None) -> Steps[Example]:
-    return (yield from written(question, writing).answer())
+    asked = question if writing is None else writing.written(question)
+    return (yield from asked.answer())
 
 
 def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:

@@ -35,7 +35,7 @@ from captum_ssm.explanation.make.relevance.rows import has_delta
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
-from captum_ssm.utils.integers import as_index, count_of
+from captum_ssm.utils.integers import count_of, pair_of
 
 SIGNS = ("net", "positive")
 
@@ -249,9 +249,8 @@ def ends_of(span: Any, length: int) -> tuple[int, int]:
     Raises:
         InputError: for what are not two of its tokens, in order.
     """
-    indices = [as_index(end) for end in span] if isinstance(span, (tuple, list)) else []
-    ends = [end + length if end < 0 else end for end in indices if end is not None]
-    if len(ends) == len(indices) == 2 and 0 <= ends[0] <= ends[1] < length:
+    ends = [end + length if end < 0 else end for end in pair_of(span) or ()]
+    if ends and 0 <= ends[0] <= ends[1] < length:
         return ends[0], ends[1]
     raise InputError(
         f"span is {span!r}; expected the first and the last of its tokens in the continuation, "

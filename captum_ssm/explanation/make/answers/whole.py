@@ -19,7 +19,7 @@ from captum_ssm.explanation.make.relevance.rows import Asked, Question, RowSourc
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import PART, RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
-from captum_ssm.utils.integers import as_index, count_of
+from captum_ssm.utils.integers import count_of, pair_of
 
 THOUGHTS = ("<think>", "</think>")  # what chat templates write around them
 
@@ -51,13 +51,12 @@ class AskedAnswer:
             ValueError, TypeError: for what is none of them.
         """
         if span is not None and not isinstance(span, str):
-            ends = [as_index(end) for end in span] if isinstance(span, Sequence) else []
-            if len(ends) != 2 or None in ends:
+            given, span = span, pair_of(span)
+            if span is None:
                 raise InputError(
-                    f"span is {span!r}; expected a text of the continuation, or the first and the "
+                    f"span is {given!r}; expected a text of the continuation, or the first and the "
                     "last of its tokens, such as (0, 4) or (-3, -1)."
                 )
-            span = ends[0], ends[1]
         count = count_of("hops", hops, 0, or_none=True)
         if through not in THROUGH:
             raise InputError(f"through is {through!r}; expected one of {THROUGH}.")

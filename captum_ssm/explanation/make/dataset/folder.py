@@ -38,6 +38,7 @@ from captum_ssm.explanation.make.dataset.sources import Source, attempt
 from captum_ssm.explanation.make.many import Explainer, InputRow
 from captum_ssm.explanation.make.relevance.batches import BatchLimit, batch_limit
 from captum_ssm.metrics.evaluation import seeded
+from captum_ssm.utils.integers import pair_of
 from captum_ssm.utils.progress import Bar
 
 
@@ -77,11 +78,10 @@ def this_process(process: Any, accelerator: Any) -> tuple[int, int]:
         return accelerator.process_index, accelerator.num_processes
     if process is None:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    numbers = tuple(process) if isinstance(process, (tuple, list)) else ()
-    is_right = len(numbers) == 2 and all(type(one) is int for one in numbers)
-    if not is_right or not 0 <= numbers[0] < numbers[1]:
+    numbers = pair_of(process)
+    if numbers is None or not 0 <= numbers[0] < numbers[1]:
         raise InputError(f"process is {process!r}; expected (k, n), 0 <= k < n.")
-    return numbers[0], numbers[1]
+    return numbers
 
 
 @dataclass(frozen=True)

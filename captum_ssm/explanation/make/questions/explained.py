@@ -19,14 +19,7 @@ from captum_ssm.explanation.make.questions.circuits import circuits
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.observed import Look, Seen
 from captum_ssm.explanation.make.relevance.run import Run
-from captum_ssm.explanation.units import (
-    lines,
-    named,
-    sentences,
-    with_pictures,
-    within,
-    words,
-)
+from captum_ssm.explanation.units import PATTERNS, matched, named, with_pictures, within
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.memory import memory_limit, require
 
@@ -105,10 +98,9 @@ def explained_text(
 def _units(
     whole: TokenizedText, prompt: int, spans: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[Span, ...]]:
-    units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
-    each = lines(whole.tokens)
-    if len(each) > 1:
-        units["line"] = each
+    units = {unit: matched(whole.tokens, unit) for unit in PATTERNS}
+    if len(units["line"]) < 2:
+        del units["line"]
     if whole.turns:
         turns = whole.turns.spans(whole.tokens, prompt)
         units = {unit: within(parts, turns) for unit, parts in units.items()} | {"turn": turns}

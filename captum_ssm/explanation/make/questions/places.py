@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.observed import Seen
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import pair_of
 
 LONGEST = 15  # tokens of an answer that nobody asked for, as in pipelines of transformers
 
@@ -170,15 +169,13 @@ def _place(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | Non
         return None
     if isinstance(wanted, str):
         return _found(name, wanted, text)
-    given = [as_index(one) for one in wanted] if isinstance(wanted, Sequence) else []
-    bounds = [one for one in given if one is not None]
-    L = len(text.tokens)
-    if not len(bounds) == len(given) == 2 or not 0 <= bounds[0] <= bounds[1] < L:
+    bounds, L = pair_of(wanted), len(text.tokens)
+    if bounds is None or not 0 <= bounds[0] <= bounds[1] < L:
         raise TargetError(
             f"{name} is {wanted!r}; expected a part of the text, or its first and its last token, "
             f"0 .. {L - 1}."
         )
-    return bounds[0], bounds[1]
+    return bounds
 
 
 def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
