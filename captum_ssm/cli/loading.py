@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from captum_ssm import examples
 from captum_ssm.cli.parser import did_you_mean, listed
+from captum_ssm.explanation.make.inputs.pictures import normalized
 from captum_ssm.inspection.support import first_line
 from captum_ssm.kernels import ExtensionWarning
 from captum_ssm.models import VisionMamba
@@ -263,7 +264,7 @@ class Scaled:
         scaled = picture.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
         pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8)
         pixels = pixels.view(height, width, 3).permute(2, 0, 1).float() / 255
-        return (pixels - _channels(self.mean)) / _channels(self.std)
+        return normalized(pixels, self.mean, self.std, 0)
 
 
 def load_for_rows(args: argparse.Namespace) -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -285,10 +286,6 @@ def load_for_rows(args: argparse.Namespace) -> tuple[nn.Module, Any, dict[str, A
             dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
             return model.to(args.device, dtype), None, {}
     return load_model(args, images=False), load_tokenizer(args.model), {}
-
-
-def _channels(values: Any) -> Tensor:
-    return torch.tensor(values).view(-1, 1, 1)
 
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ValueError:
