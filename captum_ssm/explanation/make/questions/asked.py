@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from captum_ssm.errors import InputError
-from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.parse_inputs import Text, numbered, read_texts
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import Setup, Steps, per_example
+from captum_ssm.explanation.make.questions.arrays import ArrayQuestion
+from captum_ssm.explanation.make.questions.base import Setup, per_example
 from captum_ssm.explanation.make.questions.classes import ClassQuestion
 from captum_ssm.explanation.make.questions.kinds import Kind, Task
 from captum_ssm.explanation.make.questions.places import PlacesQuestion
@@ -17,18 +17,8 @@ from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.make.relevance.captum_methods import CaptumRows
 from captum_ssm.explanation.parts import SWAPS
 
-
-class Answerable(Protocol):
-    """A question about one input."""
-
-    @property
-    def size(self) -> int:
-        """How long the input is: those of similar length are explained together."""
-
-    def answer(self) -> Steps[Example]:
-        """The input, explained."""
-
-
+# A question about one input: how long that is (``size``), and what answers it (``answer``).
+Answerable = TextQuestion | ClassQuestion | PlacesQuestion | ArrayQuestion
 QUESTIONS: dict[Kind, Any] = {
     "tokens": TextQuestion,
     "classes": ClassQuestion,

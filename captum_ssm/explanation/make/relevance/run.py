@@ -72,10 +72,6 @@ class Run:
         """How many of so many inputs the model takes at a time."""
         return count if self.takes_several else 1
 
-    def with_arguments(self, named: Mapping[str, Tensor]) -> Run:
-        """The run with further arguments of one example."""
-        return replace(self, named=named)
-
 
 @dataclass(frozen=True)
 class OneInput:
@@ -108,7 +104,7 @@ class OneInput:
     def until(self, end: int) -> OneInput:
         """The first ``end`` tokens of a text."""
         named = {name: value[:, :end] for name, value in self.run.named.items()}
-        return OneInput(self.run.with_arguments(named), self.inputs[:, :end])
+        return OneInput(replace(self.run, named=named), self.inputs[:, :end])
 
 
 def joined(several: Sequence[OneInput]) -> OneInput:
@@ -124,4 +120,4 @@ def joined(several: Sequence[OneInput]) -> OneInput:
         else [one.inputs for one in several]
     )
     named = {name: torch.cat([one.run.named[name] for one in several]) for name in first.run.named}
-    return OneInput(first.run.with_arguments(named), inputs)
+    return OneInput(replace(first.run, named=named), inputs)
