@@ -225,7 +225,7 @@ class Questions:
         found: dict[str, Rows] = {}
         for name in list(self.setup.methods):
             try:
-                found[name] = yield Explain(self, inputs, name)
+                found[name] = yield Explain(self.run, inputs, self, name)
             except FAILS as error:
                 if not self.setup.goes_on_without(name, error):
                     raise
@@ -254,22 +254,16 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Explain:
+class Explain(OneInput):
     """The step of a question that needs the rows of its input ``(1, ...)``, by one method."""
 
     questions: Questions
-    inputs: Tensor
     method: str
-
-    @property
-    def of(self) -> OneInput:
-        """The input."""
-        return OneInput(self.questions.run, self.inputs)
 
     @property
     def group(self) -> tuple[Any, ...]:
         """What steps that are taken together have in common."""
-        return self.method, *self.of.group
+        return self.method, *super().group
 
     @staticmethod
     def together(several: Sequence[Explain]) -> list[Rows]:
@@ -277,13 +271,17 @@ class Explain:
         name = several[0].method
         method = several[0].questions.setup.methods[name]
         what = name if len(several) == 1 else ""
-        each = [one.questions for one in several]
-        pairs = zip(each, several, strict=True)
-        asked = [Asked(of.run, one.inputs, of.questions) for of, one in pairs if of.answer is None]
+        asked = [
+            Asked(one.run, one.inputs, one.questions.questions)
+            for one in several
+            if one.questions.answer is None
+        ]
         rows = iter(method.rows(asked, what) if asked else ())
         return [
-            next(rows) if of.answer is None else of.rows_of_answer(method, one.inputs, what)
-            for of, one in zip(each, several, strict=True)
+            next(rows)
+            if one.questions.answer is None
+            else one.questions.rows_of_answer(method, one.inputs, what)
+            for one in several
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from captum_ssm.explanation.make.relevance.run import OneInput
 from captum_ssm.utils.blocks import bound, contextmanager
@@ -13,15 +13,6 @@ from captum_ssm.utils.blocks import bound, contextmanager
 # What is computed at a time: more would need more memory, and gain little.
 TOKENS = 4096
 ARRAYS = 8
-
-
-class Batched(Protocol):
-    """What is computed for one input, together with others of its group."""
-
-    @property
-    def of(self) -> OneInput: ...
-    @property
-    def group(self) -> tuple[Any, ...]: ...
 
 
 @dataclass
@@ -62,10 +53,10 @@ class BatchLimit:
         rooms = self._texts if one.is_text else self._arrays
         return one.run.most(max(1, int(min(room.holds(size) for room in rooms))))
 
-    def was_exceeded(self, several: Sequence[Batched]) -> None:
+    def was_exceeded(self, several: Sequence[OneInput]) -> None:
         """What was computed together took more memory than there is: keep to half of it."""
-        first, size = several[0].of, max(item.of.size for item in several)
-        for room in self._texts if first.is_text else self._arrays:
+        size = max(one.size for one in several)
+        for room in self._texts if several[0].is_text else self._arrays:
             room.was_exceeded(len(several), size)
 
 
@@ -84,7 +75,7 @@ def current_limit() -> BatchLimit:
     return _LIMIT.get() or BatchLimit()
 
 
-def batches(items: Sequence[Batched], most: int | None = None) -> Iterator[list[int]]:
+def batches(items: Sequence[OneInput], most: int | None = None) -> Iterator[list[int]]:
     """The places of items that are computed together: those of one group.
 
     Args:
@@ -100,7 +91,7 @@ def batches(items: Sequence[Batched], most: int | None = None) -> Iterator[list[
         batch: list[int] = []
         longest = 0
         for k in places:
-            one = items[k].of
+            one = items[k]
             longest = max(longest, one.size)
             allowed = limit.most(one, longest) if most is None else one.run.most(most)
             if batch and len(batch) >= allowed:

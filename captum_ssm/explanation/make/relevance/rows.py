@@ -139,13 +139,13 @@ def rows(
         relevance, delta = _attributed(of, group, adds_up, options)
         for i, job in enumerate(group):
             row = relevance[i]
-            if job.of.is_text:
-                L, read = asked[job.input].inputs.shape[1], job.of.inputs.shape[1]
+            if job.is_text:
+                L, read = asked[job.index].inputs.shape[1], job.inputs.shape[1]
                 row = nn.functional.pad(row[:read], (0, L - read))
             for k in job.rows:
-                found[job.input][k] = row
+                found[job.index][k] = row
                 if delta is not None:
-                    deltas[job.input][k] = delta[i]
+                    deltas[job.index][k] = delta[i]
     pairs = zip(found, deltas, strict=True)
     return [(torch.stack(each), delta if adds_up else None) for each, delta in pairs]
 
@@ -156,18 +156,18 @@ def has_delta(method: TokenAttribution, options: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Job:
-    # One row of a method, which explains one or several questions about an input.
-    input: int
+class _Job(OneInput):
+    # One row of a method, which explains one or several questions about an input, of which the
+    # method may be given the first tokens alone.
+    index: int
     rows: list[int]
-    of: OneInput  # what the method is given
     question: Question
     needs_target: bool
-    kind: tuple[Any, ...] = ()
+    kind: tuple[Any, ...]
 
     @property
     def group(self) -> tuple[Any, ...]:
-        return self.of.group + self.kind
+        return super().group + self.kind
 
 
 def _jobs(one: Asked, k: int, needs_target: bool, whole: bool) -> list[_Job]:
@@ -183,7 +183,7 @@ def _jobs(one: Asked, k: int, needs_target: bool, whole: bool) -> list[_Job]:
         if whole and end is not None:  # a row must not see later tokens, nor padding
             of = OneInput(replace(one.run, is_causal=False), one.inputs).until(end + 1)
         kind = (question.is_target, question.explained) if needs_target else ()
-        jobs.append(_Job(k, rows, of, question, needs_target, kind))
+        jobs.append(_Job(of.run, of.inputs, k, rows, question, needs_target, kind))
     return jobs
 
 
@@ -201,13 +201,13 @@ def _off_one_run(
     # The model runs once for all tokens of a batch of texts: their first rows, then the second.
     of_inputs: dict[int, list[_Job]] = {}
     for job in jobs:
-        of_inputs.setdefault(job.input, []).append(job)
+        of_inputs.setdefault(job.index, []).append(job)
     each = list(of_inputs.values())
     for places in batches([ks[0] for ks in each], step):
         several = [each[k] for k in places]
         of = method
         if several[0][0].question.position is not None:
-            one = joined([ks[0].of for ks in several])
+            one = joined([ks[0] for ks in several])
             of = method.freeze_once(one.inputs, one.run.extra(one.inputs))
         turns = range(max(map(len, several)))
         for k in progress(turns, what) if what else turns:
@@ -217,7 +217,7 @@ def _off_one_run(
 def _attributed(
     method: TokenAttribution, group: Sequence[_Job], adds_up: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    one = joined([job.of for job in group])
+    one = joined(group)
     run, inputs, questions = one.run, one.inputs, [job.question for job in group]
     extra: Any = run.extra(inputs)
     needs_target, is_text = group[0].needs_target, questions[0].position is not None
@@ -240,8 +240,8 @@ def _attributed(
 
 
 def _require_nothing_of_padding(relevance: Tensor, group: Sequence[_Job]) -> None:
-    lengths = [job.of.inputs.shape[1] for job in group]
-    if not group[0].of.is_text or min(lengths) == max(lengths):
+    lengths = [job.inputs.shape[1] for job in group]
+    if not group[0].is_text or min(lengths) == max(lengths):
         return
     ends = torch.tensor(lengths, device=relevance.device)
     size = relevance.detach().abs()

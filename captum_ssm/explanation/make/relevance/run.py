@@ -81,11 +81,6 @@ class OneInput:
     inputs: Tensor
 
     @property
-    def of(self) -> OneInput:
-        """What is computed: the input itself."""
-        return self
-
-    @property
     def is_text(self) -> bool:
         """Whether it is token ids ``(1, L)``."""
         return not self.inputs.is_floating_point()
