@@ -7,7 +7,7 @@ with the labels, the vocabulary, the width of the embeddings, and the module tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from captum_ssm.capture.model import extract_logits, input_embeddings, parameter
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import SOFTMAX
 from captum_ssm.explanation.make.questions.labels import configured, names_of
-from captum_ssm.explanation.make.questions.observed import FirstRun, Observed, observed, places_of
+from captum_ssm.explanation.make.questions.observed import Observed, observed, places_of
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.utils.nested import first_of
@@ -38,14 +38,15 @@ class Task:
         names (tuple of str, optional): of classes or labels. Default: ``()``
         probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
             that are not logits. Default: softmax
-        first (FirstRun, optional): on the text that told the kind. Default: None
+        first (list of Observed, optional): the run on the text that told the kind, until it is
+            taken. Default: ``[]``
     """
 
     kind: Kind
     run: Run
     names: tuple[str, ...] = ()
     probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX
-    first: FirstRun | None = None
+    first: list[Observed] = field(default_factory=list)
 
     def run_on(self, text: TokenizedText) -> Run:
         """The run on one text, with its token types."""
@@ -76,7 +77,7 @@ def task_of(
     if task.kind == "tokens" and not is_one:
         is_causal = _reads_no_later_token(run, ids, extract_logits(first.output))
         task = replace(task, run=replace(run, is_causal=is_causal))
-    return replace(task, first=FirstRun(ids, first))
+    return replace(task, first=[first])
 
 
 def _reads_no_later_token(run: Run, ids: Tensor, logits: Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Observed:
     """What a model returned for B texts.
 
     Args:
+        inputs (Tensor): the ids of the texts, ``(B, L)``, or other inputs.
         output (Any): as the model returned it.
         maker (nn.Module, optional): the module that returned the very tensor that is read of the
             output; None where no module did.
@@ -38,26 +39,10 @@ class Observed:
             else None.
     """
 
+    inputs: Tensor
     output: Any
     maker: nn.Module | None
     read_at: tuple[int | None, ...]
-
-
-class FirstRun:
-    """A run that is kept until the first question, which most often is about the same tokens.
-
-    Args:
-        ids (Tensor): ``(1, L)``.
-        result (Observed): of the run on them.
-    """
-
-    def __init__(self, ids: Tensor, result: Observed) -> None:
-        self._kept: tuple[Tensor, Observed] | None = (ids, result)
-
-    def take(self, ids: Tensor) -> Observed | None:
-        """The result, if it is of these ids ``(1, L)``; it is not kept any longer."""
-        kept, self._kept = self._kept, None
-        return kept[1] if kept is not None and torch.equal(kept[0], ids) else None
 
 
 @dataclass(frozen=True)
@@ -78,19 +63,20 @@ class Seen:
 class Look(OneInput):
     """The step of a question that needs what the model returns for its input.
 
-    ``positions`` are the tokens of a text whose scores are needed, all if None, and ``first`` may
-    hold a run that was made before.
+    ``positions`` are the tokens of a text whose scores are needed, all if None. ``first`` may hold
+    a run that was made before, most often on the same tokens; it is kept no longer.
     """
 
     positions: Sequence[int] | None = None
-    first: FirstRun | None = None
+    first: list[Observed] = field(default_factory=list)
 
     @staticmethod
     def together(several: Sequence[Look]) -> list[Seen]:
         """What each of a batch needs, by one run of the model."""
         one, (first, *others) = joined(several), several
-        kept = None if first.first is None or others else first.first.take(one.inputs)
-        result = _run(one) if kept is None else kept
+        result = first.first.pop() if first.first and not others else None
+        if result is None or not torch.equal(result.inputs, one.inputs):
+            result = _run(one)
         scores = one.run.read(result.output)
         if others and len(scores) != len(several):
             raise RuntimeError(f"{len(scores)} outputs for {len(several)} inputs")
@@ -106,7 +92,7 @@ def _run(one: OneInput) -> Observed:
     if one.is_text:
         return observed(one.run, one.inputs)
     with torch.no_grad():
-        return Observed(one.run.module(one.inputs), None, (None,) * len(one.inputs))
+        return Observed(one.inputs, one.run.module(one.inputs), None, (None,) * len(one.inputs))
 
 
 def observed(run: Run, ids: Tensor) -> Observed:
@@ -121,7 +107,7 @@ def observed(run: Run, ids: Tensor) -> Observed:
             warn_of_randomness(module, (output, module(ids, **arguments)))
     logits = first_of(output) if places_of(output, ids) else extract_logits(output)
     watch.see(logits)
-    return Observed(output, watch.maker_of(logits), watch.read_at)
+    return Observed(ids, output, watch.maker_of(logits), watch.read_at)
 
 
 def places_of(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
