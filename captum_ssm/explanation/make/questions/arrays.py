@@ -104,14 +104,18 @@ class ArrayQuestion:
                 )
 
     def _asked(self, output: Tensor) -> Questions:
-        setup = self.setup
-        if not self._has_classes(output):
-            questions = Questions(setup, str)
-            add_forecast(questions, output, self.given.features, self.target, self.against)
-            return questions
-        names = names_of(setup.labels, setup.model, len(output))
-        questions = Questions(setup, names.__getitem__)
-        questions.add(output, None, *classes_of(self.target, self.against, names, output))
+        setup, shape, asked = self.setup, tuple(output.shape), (self.target, self.against)
+        if self._has_classes(output):
+            names = names_of(setup.labels, setup.model, len(output))
+            chosen, other = classes_of(*asked, names, output)
+            choices = Choices(names.__getitem__)
+        else:
+            names = _names(shape, self.given.features)
+            chosen, other = _numbers(*asked, names, shape)
+            ask = partial(NumberQuestion, shape=shape)
+            choices = Choices(names.__getitem__, None, ask=ask, is_ranked=False)
+        questions = Questions(setup, Run(setup.model), choices)
+        questions.add(output.flatten(), None, chosen, other)
         return questions
 
     def _has_classes(self, output: Tensor) -> bool:
@@ -168,40 +172,25 @@ class NumberQuestion(Question):
         return tuple(int(k) for k in np.unravel_index(answer, self.shape))
 
 
-def add_forecast(
-    questions: Questions, numbers: Tensor, features: Sequence[str], target: Any, against: Any
-) -> None:
-    """One output of several numbers, of which one is explained.
+def _names(shape: Sequence[int], features: Sequence[str]) -> tuple[str, ...]:
+    # Forecasts of steps have the names of the features; other outputs have their index.
+    places = list(product(*map(range, shape)))
+    if len(shape) == 2 and shape[1] == len(features):
+        return tuple(f"{features[k]}, {step + 1} ahead" for step, k in places)
+    return tuple(f"output {', '.join(map(str, place))}" for place in places)
 
-    Args:
-        questions (Questions): of one example.
-        numbers (Tensor): ``(N,)``, or ``(steps, F)`` of the features of the series.
-        features (sequence of str): of the series.
-        target, against (Any): the index or the name of a number; None for the first, and for no
-            contrast.
 
-    Raises:
-        TargetError: for a number that there is not.
-    """
-    shape = tuple(numbers.shape)
-    names = _names(shape, features)
+def _numbers(
+    target: Any, against: Any, names: Sequence[str], shape: Sequence[int]
+) -> tuple[int, int | None]:
+    # The number that is explained, the first unless another one is named, and its rival.
     first = 0 if target is None else _number("target", target, names, shape)
     other = None if against is None else _number("against", against, names, shape)
     if other == first:
         raise TargetError(
             f"against is {against!r}, the number that is explained; expected another one."
         )
-    ask = partial(NumberQuestion, shape=shape)
-    choices = Choices(names.__getitem__, None, ask=ask, is_ranked=False)
-    questions.add(numbers.flatten(), None, first, other, choices=choices)
-
-
-def _names(shape: Sequence[int], features: Sequence[str]) -> list[str]:
-    # Forecasts of steps have the names of the features; other outputs have their index.
-    places = list(product(*map(range, shape)))
-    if len(shape) == 2 and shape[1] == len(features):
-        return [f"{features[k]}, {step + 1} ahead" for step, k in places]
-    return [f"output {', '.join(map(str, place))}" for place in places]
+    return first, other
 
 
 def _number(name: str, wanted: Any, names: Sequence[str], shape: Sequence[int]) -> int:

@@ -110,22 +110,12 @@ class Questions:
 
     Args:
         setup (Setup): what is the same for all examples.
-        text_of (Callable): an answer's text, by its id.
-        run (Run, optional): of the model; None for its plain run. Default: None
-        probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for those
-            without any. Default: softmax
+        run (Run): of the model.
+        choices (Choices): the answers at each output that has no other ones.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        text_of: Callable[[int], str],
-        run: Run | None = None,
-        probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX,
-    ) -> None:
-        self.setup = setup
-        self.run = Run(setup.model) if run is None else run
-        self.choices = Choices(text_of, probabilities)
+    def __init__(self, setup: Setup, run: Run, choices: Choices) -> None:
+        self.setup, self.run, self.choices = setup, run, choices
         self.questions: list[Question] = []
         self.outputs: list[Output] = []
         self.answer: WholeAnswer | None = None

@@ -14,7 +14,7 @@ from captum_ssm.attr import LaTIM
 from captum_ssm.explanation import Example, Maps, Span
 from captum_ssm.explanation.make.inputs.media import check_ids
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps, to_numpy
+from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup, Steps, to_numpy
 from captum_ssm.explanation.make.questions.circuits import circuits
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.observed import Look, Seen
@@ -52,7 +52,8 @@ class OneTextQuestion(ABC):
             setup.note("no lens: the model has no vocabulary")
         run = self.task.run_on(self.text)
         seen = yield Look(run, ids, first=self.task.first)
-        questions = Questions(setup, self.task.names.__getitem__, run, self.task.probabilities)
+        choices = Choices(self.task.names.__getitem__, self.task.probabilities)
+        questions = Questions(setup, run, choices)
         self.ask(questions, seen)
         return (yield from explained_text(questions, ids, self.text, self.size))
 

@@ -22,7 +22,7 @@ from captum_ssm.explanation.make.inputs.reading import (
     read,
     read_ids,
 )
-from captum_ssm.explanation.make.questions.base import Questions, Setup, Steps
+from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup, Steps
 from captum_ssm.explanation.make.questions.explained import explained_text
 from captum_ssm.explanation.make.questions.kinds import Task
 from captum_ssm.explanation.make.questions.lens import Lens
@@ -122,7 +122,7 @@ class TextQuestion:
         logits, layers = logits[rows], [layer[rows] for layer in layers]
         followed, whole = self._followed(int(logits[-1].argmax()))
         P, answer = len(self.prompt.tokens), setup.answer
-        questions = Questions(setup, answer_text(setup.tokenizer), run)
+        questions = Questions(setup, run, Choices(answer_text(setup.tokenizer)))
         thoughts = answer.thoughts(whole.tokens, P)
         if answer.span is None:
             followed._add(questions, whole, logits, layers)
