@@ -127,8 +127,9 @@ def read(
         lengths.append(len(values))
         at = output.reading_token
         _add_places(sums, values, kept, len(values) - 1 if at is None else at)
-        _add_units(sums, "token", example, values, kept)
-        row = _add_units(sums, units, example, values, kept, is_again=units == "token")
+        row = _add_units(sums, "token", example, values, kept)
+        if units != "token":
+            row = _add_units(sums, units, example, values, kept)
         for spans in ("span", "turn"):
             _add_parts(sums, spans, example, values)
         _add_layers(sums, example, output)
@@ -198,12 +199,7 @@ def _add_places(sums: _Sums, values: np.ndarray, kept: np.ndarray, at: int) -> N
 
 
 def _add_units(
-    sums: _Sums,
-    units: str,
-    example: Example,
-    values: np.ndarray,
-    kept: np.ndarray,
-    is_again: bool = False,
+    sums: _Sums, units: str, example: Example, values: np.ndarray, kept: np.ndarray
 ) -> np.ndarray:
     # The shares of all units, zero for those that are not read.
     bounds = bounds_of(example, units)
@@ -213,10 +209,9 @@ def _add_units(
     summed = np.add.reduceat(padded, firsts)
     share = shares(summed)
     read = [i for i, (a, b) in enumerate(bounds) if kept[a:b].any()]
-    if not is_again:
-        keys = [text.strip() or text for text in texts_of(example, units)]
-        picked = share[read]
-        sums.add(units, [keys[i] for i in read], picked, picked * np.sign(summed[read]))
+    keys = [text.strip() or text for text in texts_of(example, units)]
+    picked = share[read]
+    sums.add(units, [keys[i] for i in read], picked, picked * np.sign(summed[read]))
     return share
 
 
