@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Answer, Example, ExplanationData, Output
+from captum_ssm.explanation.parts import Answer, Example, ExplanationData, Method, Output
 from captum_ssm.explanation.units import bounds_of, spans_of, summed, texts_of
 
 if TYPE_CHECKING:
@@ -115,10 +115,6 @@ _COLUMNS = (
 )
 
 
-def _known(probability: float | None) -> float:
-    return float("nan") if probability is None else probability
-
-
 def _target(row: Row) -> str:
     if row.hop:
         return f"{row.answer.text}, hop {row.hop}"
@@ -132,18 +128,20 @@ def to_captum(explanation: ExplanationData) -> list[Any]:
 
     from captum_ssm.visualization import text_record
 
-    return [
-        text_record(
+    def record(example: Example, method: Method, row: Row) -> Any:
+        likely, delta = row.output.answers[0], example.deltas.get(method.name)
+        return text_record(
             torch.from_numpy(example.relevance[method.name][row.index]),
             [token.text for token in example.tokens],
-            predicted=row.output.answers[0].text,
-            probability=_known(row.output.answers[0].probability),
+            predicted=likely.text,
+            probability=math.nan if likely.probability is None else likely.probability,
             target=_target(row),
             true=method.title,
-            delta=float(example.deltas[method.name][row.index])
-            if method.name in example.deltas
-            else float("nan"),
+            delta=math.nan if delta is None else float(delta[row.index]),
         )
+
+    return [
+        record(example, method, row)
         for example in explanation.examples
         for method in explanation.methods
         for row in rows_of(example)

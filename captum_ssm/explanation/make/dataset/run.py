@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.corpus import ExplainedDataset
@@ -130,14 +130,15 @@ def explain_dataset(
     head = source.read(0, rows_per_shard)
     if not head:
         raise InputError("the data set is empty; expected at least one row.")
-    survey, shared = _survey(source, head), {"target": target, "against": against}
+    shared = {"target": target, "against": against}
+    length, names, found = _survey(source, head)
     if source.reader is None:
-        known: RowReader = Columns.find(survey.names, columns or {}, shared)
+        known: RowReader = Columns.find(names, columns or {}, shared)
     else:
         known = source.reader(own_tokenizer, {"columns": columns or None, **shared, **options})
-    types = {name: one for name, one in survey.types.items() if one and known.keeps(name)}
+    types = {name: one for name, one in found.items() if one and known.keeps(name)}
     manifest = {
-        "rows": survey.length,
+        "rows": length,
         "rows_per_shard": rows_per_shard,
         **_made_by(make()),
         "asked": _asked(
@@ -161,15 +162,11 @@ def explain_dataset(
     return ExplainedDataset(folder)
 
 
-class _Survey(NamedTuple):
+def _survey(
+    source: Source, head: Sequence[Any]
+) -> tuple[int | None, list[str] | None, Mapping[str, str | None]]:
     # How many rows there are, if that can be known; their columns, None for rows that are inputs
     # themselves; and the types of those that are of scalars.
-    length: int | None
-    names: list[str] | None
-    types: Mapping[str, str | None]
-
-
-def _survey(source: Source, head: Sequence[Any]) -> _Survey:
     # Rows that are all there are looked at once: a column may begin in any of them.
     first: list[Any] = []
     passed = 0
@@ -186,8 +183,8 @@ def _survey(source: Source, head: Sequence[Any]) -> _Survey:
     types = column_types(looked_at(), source.kind == ".csv")
     names = [*types] if first and isinstance(first[0], Mapping) else None
     if source.schema is not None:
-        return _Survey(source.length, names, source.schema)
-    return _Survey(passed if source.digest else source.length, names, types)
+        return source.length, names, source.schema
+    return passed if source.digest else source.length, names, types
 
 
 def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
