@@ -179,7 +179,6 @@ def validated(
     if inputs.dim() > 4:
         return None
     parts = Parts.of(inputs, run.module, replacement)
-    side = patches(run.module, inputs) if inputs.dim() == 4 else ()
     noise = torch.Generator().manual_seed(0)
     curves = []
     for row, question in asked.items():
@@ -190,7 +189,7 @@ def validated(
         shuffled = torch.rand(RANDOM, *parts.shape, generator=noise)
         shuffled = parts.to_inputs(shuffled.to(inputs.device)).cpu()
         orders = torch.cat([torch.stack(rows), shuffled])
-        curves.append(_curves(run, inputs, orders, question, parts, removable, side))
+        curves.append(_curves(run, parts, orders, question, removable))
     if not curves:
         return None
     mean = np.mean(curves, axis=0).astype(np.float32)  # (methods + RANDOM, S)
@@ -210,23 +209,17 @@ def _removable(run: Run, parts: Parts, position: int | None) -> Tensor | None:
 
 
 def _curves(
-    run: Run,
-    inputs: Tensor,
-    orders: Tensor,
-    question: Question,
-    parts: Parts,
-    removable: Tensor | None,
-    side: tuple[int, ...],
+    run: Run, parts: Parts, orders: Tensor, question: Question, removable: Tensor | None
 ) -> np.ndarray:
     # The score (orders, S) while the most relevant parts are removed first.
     def asked(changed: Tensor) -> Tensor:
         return question.score(run(changed))[:, None]
 
     options: dict[str, Any] = {}
+    count, inputs = len(orders), parts.inputs
     if inputs.dim() == 4:
-        height, width = inputs.shape[2:]
-        options["patch"] = (-(-height // side[0]), -(-width // side[1]))
-    count = len(orders)
+        pairs = zip(inputs.shape[2:], parts.shape, strict=True)
+        options["patch"] = tuple(-(-length // n) for length, n in pairs)
     curve = flipping(
         asked,
         inputs.expand(count, *inputs.shape[1:]),
