@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from captum_ssm.explanation.make.inputs.parse_inputs import numbered, warn_of_un
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.inputs.templates import Message, Rendering, rendered
 from captum_ssm.explanation.make.questions.asked import Answerable, text_questions
-from captum_ssm.explanation.make.questions.base import Setup, per_example
+from captum_ssm.explanation.make.questions.base import Setup
 from captum_ssm.explanation.make.questions.kinds import Task
-from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.units import Turn, Turns, belongs
 
 ANSWERS = "assistant"  # the role whose last message is the answer
@@ -85,18 +85,8 @@ def chat_questions(
             whole.append(chat.whole())
             check_text(torch.tensor([whole[-1].ids]), setup.model)
     warn_of_unknown(whole, stacklevel=6)
-    task = tell(whole[0], B == 1)
-    if task.kind != "tokens":
-        return text_questions(setup, whole, target, against, tell)
-    targets, others = (
-        per_example(name, given, B) for name, given in (("target", target), ("against", against))
-    )
-    questions = []
-    for k, (chat, wanted, other) in enumerate(zip(chats, targets, others, strict=True)):
-        with numbered(k, B):
-            prompt, answer, rival = chat.asked(wanted, other, is_written)
-            questions.append(TextQuestion.of(setup, task, prompt, answer, rival))
-    return questions
+    answers = [partial(chat.asked, is_written) for chat in chats]
+    return text_questions(setup, whole, target, against, tell, answers)
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ class Conversation:
         """All that is said, without a place for an answer."""
         return self._marked(rendered(self.tokenizer, self.messages, False))
 
-    def asked(self, target: Any, against: Any, is_written: bool) -> tuple[TokenizedText, Any, Any]:
+    def asked(self, is_written: bool, target: Any, against: Any) -> tuple[TokenizedText, Any, Any]:
         """The text before the answer, the answer if there is one, and what it is held against.
 
         Raises:
@@ -134,7 +124,7 @@ class Conversation:
         if self.messages[-1]["role"] == ANSWERS:
             _require_no_other_answer(target, is_written)
             before = Conversation(self.tokenizer, self.messages[:-1])
-            return before.asked(self.messages[-1]["content"], against, False)
+            return before.asked(False, self.messages[-1]["content"], against)
         opened = rendered(self.tokenizer, self.messages, True)
         prompt = self._marked(opened)
         if isinstance(target, str):
@@ -169,7 +159,7 @@ class Conversation:
                 "The chat template does not put what these messages say into the text as it is, so "
                 f"their tokens are not marked as turns: {names}.",
                 UserWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def _rival(self, answer: str, opened: Rendering, prompt: TokenizedText) -> list[int]:

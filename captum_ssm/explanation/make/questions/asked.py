@@ -63,6 +63,7 @@ def text_questions(
     target: Any,
     against: Any,
     tell: Callable[[TokenizedText, bool], Task],
+    answers: Sequence[Callable[[Any, Any], tuple[TokenizedText, Any, Any]]] = (),
 ) -> Sequence[Answerable]:
     """What is asked about each text, all of it checked before anything is computed.
 
@@ -71,6 +72,8 @@ def text_questions(
         texts (sequence): as people typed them.
         target, against (Any): one for all texts, or a list with one for each.
         tell (Callable): what the model puts out, by a text, and whether it is the only one.
+        answers (sequence of Callable, optional): of conversations, where the model continues texts:
+            from targets to the text before each answer, the answer, and its rival. Default: ``()``
 
     Raises:
         ValueError, TypeError: as for ``explain``; of several texts they say which.
@@ -87,5 +90,6 @@ def text_questions(
     questions = []
     for k, (text, a, b) in enumerate(zip(readings, targets, others, strict=True)):
         with numbered(k, len(texts)):
-            questions.append(QUESTIONS[task.kind].of(setup, task, text, a, b))
+            found = answers[k](a, b) if answers and is_text else (text, a, b)
+            questions.append(QUESTIONS[task.kind].of(setup, task, *found))
     return questions
