@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.parse_inputs import numbered, warn_of_unknown
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
@@ -83,7 +80,6 @@ def chat_questions(
     for k, chat in enumerate(chats):
         with numbered(k, B):
             whole.append(chat.whole())
-            check_text(torch.tensor([whole[-1].ids]), setup.model)
     warn_of_unknown(whole, stacklevel=6)
     answers = [partial(chat.asked, is_written) for chat in chats]
     return text_questions(setup, whole, target, against, tell, answers)
