@@ -60,6 +60,14 @@ def test_every_folder_begins_with_a_page():
             assert ast.get_docstring(tree), name
 
 
+def test_the_page_of_a_folder_names_only_what_exists():
+    for path in ROOT.rglob("__init__.py"):
+        page = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r":mod:`\.?(\w+)`", page):
+            there = path.parent / name
+            assert there.is_dir() or there.with_suffix(".py").exists(), f"{path} names {name}"
+
+
 def test_files_are_short():
     lengths = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in FILES}
     large = {name: length for name, length in lengths.items() if length > LINES}

@@ -3,9 +3,9 @@
 :mod:`sources` makes numbered rows of what people have: a data set of ``datasets``, a table, a file,
 a list, or anything that can be iterated over. :mod:`rows` finds in a row what the model reads and
 what is asked of it, and keeps the data set's own columns; :mod:`served` does both for the log of a
-served model. :mod:`identity` hashes model, tokenizer
-and data, so that a run goes on with the same ones only. :mod:`run` explains shard by shard, into a
-:mod:`folder` that several processes may share. :mod:`batches` is the same for Ray Data.
+served model. :mod:`identity` hashes model, tokenizer and data, so that a run goes on with the same
+ones only. :mod:`run` explains shard by shard, into a :mod:`folder` that several processes share; a
+:mod:`budget` of memory says how many rows go together. :mod:`batches` is the same for Ray Data.
 
 The unit of work is a shard: a fixed number of consecutive rows. What is in it depends on nothing
 else, neither on the number of processes nor on where an earlier run ended.
