@@ -17,7 +17,7 @@ from captum_ssm.errors import ReconstructionError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import random_signs, without_caches
 from captum_ssm.mixers.linear_layers import is_quantized
-from captum_ssm.mixers.registry import known_of
+from captum_ssm.mixers.registry import known_of, learn_projection
 from captum_ssm.utils.clones import address, version_of
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import map_tensors
@@ -99,6 +99,8 @@ class Rebuilt:
             output = mixer.projected(gated)
             off = None if call is None or is_quantized(call.module) else _off_weight(mixer, gated)
             return cls(output, share, mixer.rounding, off=off, gated=gated)
+        assert call is not None
+        learn_projection(call.module, mixer)
         output = mixer.projected(_Own.apply(gated, own))
         return cls(output, share, mixer.rounding, (gated, own), gated=gated)
 
@@ -188,9 +190,9 @@ class Deviation:
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
         """How far ``rebuilt`` is from the output of ``call``, and from what was projected to it."""
         _check_size(call, rebuilt.output)
-        found = [_norms(rebuilt.output, call.output)]
-        if rebuilt.projected is not None:
-            found.append(_norms(*rebuilt.projected))
+        found = [] if rebuilt.projected is None else [_norms(*rebuilt.projected)]
+        if rebuilt.output is not call.output:
+            found.append(_norms(rebuilt.output, call.output))
         if rebuilt.off is not None:
             found.append(rebuilt.off)
         error, size = (torch.stack(one) for one in zip(*found, strict=True))

@@ -16,7 +16,8 @@ from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenCall, exact_arithmetic, freeze
 from captum_ssm.capture.recording import gradients_at
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.patching import Pair, Patching, check_component
 from captum_ssm.interventions.runs import Runs
 from captum_ssm.interventions.selection import Layers

@@ -13,8 +13,9 @@ from captum_ssm.attr import Edge, RelevanceEdges
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.left import with_edges
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.reference import Reference, whole_mixer
 from captum_ssm.interventions.selection import Layers, chosen_layers, path_of
 from captum_ssm.mixers import FrozenMixer

@@ -16,8 +16,9 @@ from captum_ssm.attr.flow.activations import Changed, ChangedStandIns
 from captum_ssm.capture import Request
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.interventions.circuit import KeptEdges
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.left import gated_by, left_of
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.interventions.selection import chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -57,7 +58,7 @@ class CircuitFlow:
 
         def keep(opened: OpenMixer) -> Tensor:
             whole[opened.path, opened.visit] = opened
-            return opened.call.output
+            return opened.returned
 
         with torch.no_grad(), edited(request.model, None, keep, check=False):
             request.run()

@@ -269,7 +269,7 @@ class ListedEdges(RowEdges):
             none, every, moved = every, none, -moved
         left = none.index_put((example, target), moved, accumulate=True)
         is_all = count == torch.arange(1, L + 1, device=count.device)
-        return torch.where(is_all[..., None], every, left)
+        return torch.where(is_all[..., None], every, left) if bool(is_all.any()) else left
 
     def tokens(self, is_causal: bool) -> tuple[Tensor, Tensor]:
         b, _, L = self.shape

@@ -1,9 +1,12 @@
 """The user's own run of the model, with the outputs of mixers edited.
 
 Each call of a chosen mixer is frozen at the current input of its layer, so that an edit of an
-earlier layer reaches it, and compared with what the module returned. The change by the edit is
-added to the module's output, so that where an edit changes nothing, the module's own values go on,
-bit by bit.
+earlier layer reaches it, and compared with what the module computed. The change by the edit is
+the frozen mixer's value; where an edit changes nothing, the module's own go on, bit by bit.
+
+A mixer's output projection is run once: where an earlier run showed that what it returns is the
+mixer's result, the mixer is frozen, compared and edited just before. Elsewhere that happens when
+the module has returned, and the change is projected by itself.
 """
 
 from __future__ import annotations
@@ -19,101 +22,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from captum_ssm.capture import resolve_model, unwrap
-from captum_ssm.capture.check import Rebuilt, check_reconstruction
 from captum_ssm.capture.session import IS_RECORDED
 from captum_ssm.capture.substitute import without_autocast
 from captum_ssm.capture.unknown_mixers import adapter_of
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import ReconstructionError, UnsupportedModelError
+from captum_ssm.interventions.open_mixer import OpenMixer, OwnProjection
 from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
 from captum_ssm.mixers.linear_layers import is_plain
-from captum_ssm.mixers.registry import channels_of, past_before
-from captum_ssm.utils.allocator import workspace
+from captum_ssm.mixers.registry import (
+    channels_of,
+    known_of,
+    learn_projection,
+    past_before,
+    projection_of,
+)
+from captum_ssm.utils.allocator import MIB, workspace
 from captum_ssm.utils.blocks import bound, contextmanager, undo
+from captum_ssm.utils.clones import version_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached, with_first
 from captum_ssm.utils.offload import weights_loaded
 from captum_ssm.utils.plain_graph import without_checkpoints
-
-
-@dataclass(frozen=True)
-class OpenMixer:
-    """A mixer frozen in the middle of a run, taken apart after its scans.
-
-    Args:
-        path (str): the module's.
-        call (MixerCall): the call, at the current input of the layer.
-        mixer (FrozenMixer): the same, frozen, with its graph.
-        visit (int, optional): how often the module was called before in this run. Default: 0
-        unedited (OpenMixer, optional): the call in the run without the intervention, if that was
-            asked for. Default: None
-    """
-
-    path: str
-    call: MixerCall
-    mixer: FrozenMixer
-    visit: int = 0
-    unedited: OpenMixer | None = None
-
-    @cached_property
-    def mixed(self) -> list[Tensor]:
-        """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""
-        return [scan.mixed for scan, _, _ in self.mixer.scans_in_order()]
-
-    @cached_property
-    def gated(self) -> Tensor:
-        """The input of the output projection, ``(B, L, D)``."""
-        mixer = self.mixer
-        return mixer.gated_output_of(self.mixed) if mixer.is_readable else mixer.gated_output()
-
-    @cached_property
-    def output(self) -> Tensor:
-        """What the frozen mixer returns, ``(B, L, E)``."""
-        return self.mixer.projected(self.gated)
-
-    @cached_property
-    def projected(self) -> Tensor | None:
-        """What the module's output projection was given, ``(B, L, D)``, where that was kept."""
-        recorded = self.call.projected(self.mixer.out_weight)
-        return recorded if recorded is None or recorded.shape == self.gated.shape else None
-
-    def check(self, mask: Tensor | None) -> None:
-        """Raise `ReconstructionError` unless this is what the module computed."""
-        gated, recorded = self.gated.detach(), self.projected
-        # The output is kept for the edit, which needs the run's graph of it.
-        output = self.output.detach() if recorded is None else self.call.output
-        with torch.no_grad():
-            share = self.mixer.recurrence_share(gated)
-            projected = None if recorded is None else (gated, recorded)
-            rebuilt = Rebuilt(output, share, self.mixer.rounding, projected)
-            check_reconstruction(self.path, self.call, rebuilt, mask)
-
-    def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
-        """The module's output if its scans returned ``mixed`` instead of :attr:`mixed`."""
-        return self.returning(self.mixer.gated_output_of(mixed))
-
-    def returning(self, gated: Tensor) -> Tensor:
-        """The module's output for another input of its output projection, ``(B, L, D)``."""
-        output = self.call.output
-        mixer = self.mixer if self.unedited is None else self.unedited.mixer
-        if self.projected is None or mixer.out_gate is not None:
-            change = mixer.projected(gated) - self.output
-        else:
-            change = F.linear(gated - self.gated, self.mixer.out_weight)
-        if output.requires_grad and not change.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedModelError(
-                f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
-                "its coefficients, as all measured mixers are, so no gradient goes through the "
-                "intervention's change; expected torch.no_grad(). Or register an adapter with "
-                "captum_ssm.register_mixer(module_type, freeze)."
-            )
-        return output + change.reshape(output.shape).to(output.dtype)
-
 
 Edit = Callable[[OpenMixer], Tensor]
 
@@ -148,7 +82,8 @@ def edited(
         )
     paths = {module: path for path, module in chosen.items()}
     edits = _Edits(model, paths, edit, check, _Unedited() if unedited else None)
-    with workspace(), without_checkpoints(), _noticed(edits):
+    # A run of the user's model, whose memory is malloc's as far as malloc keeps it.
+    with workspace(32 * MIB), without_checkpoints(), _noticed(edits):
         yield
     missed = [path for path in chosen if path not in edits.reached]
     if missed:
@@ -203,7 +138,8 @@ class _Edits:
     visits: Counter[str] = field(default_factory=Counter)
     mask: Tensor | None = None
     busy: bool = False
-    calls: LinearCalls | None = None  # of the mixer that is running
+    running: MixerCall | None = None  # the call of a mixer, before its result is known
+    last: tuple[Tensor, int] | None = None  # what its edited output projection returned
 
     @cached_property
     def linears(self) -> set[nn.Module]:
@@ -226,47 +162,93 @@ class _Edits:
         """Whether a call of a module is edited."""
         return original(module) in self.paths and not self.busy
 
-    def keep(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    def keep(self, forward: _Forward, args: tuple[Any, ...], result: Any) -> None:
         """Keep what a linear layer computed, so that freezing its mixer does not compute it."""
-        is_kept = self.calls is not None and original(module) in self.linears and len(args) == 1
+        call, layer = self.running, forward.module
+        linears = None if call is None or self.busy else call.linears
+        if linears is None or original(layer) not in self.linears or len(args) != 1:
+            return
         # Nothing says whether tensors made under inference mode were changed since. An offloaded
         # layer has let go of its weight by now.
-        if is_kept and not result.is_inference() and not module.weight.is_meta:
-            self.calls.add(module, args[0], result)  # type: ignore[union-attr]
+        if not (result.is_inference() or layer.weight.is_meta):
+            linears.add(layer if forward.is_instance else layer.weight, args[0], result)
 
-    def leave(self, call: MixerCall) -> MixerCall:
-        """A call with what takes the place of its result."""
-        if not self.acts_on(call.module):
-            return call
-        module, result = original(call.module), call.result
-        path = self.paths[module]
+    def run(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a mixer returns, edited."""
+        module = forward.module
+        path, channels = self.paths[original(module)], channels_of(module)
         if IS_RECORDED.get():
             raise UnsupportedModelError(
                 f"{path} is edited by an intervention, and a method of frozen mixers was called "
                 "inside of the block, where it would explain the unedited mixer; expected methods "
                 "of gradients or perturbations there. Call this method outside of the block."
             )
+        call = MixerCall.of(path, module, args, kwargs, None, channels=channels)
+        call = replace(call, linears=LinearCalls())
+        _check_not_begun(call)  # before the mixer writes into its cache
+        self.running, self.last = call, None
+        try:
+            result = forward.original(*args, **kwargs)
+        finally:
+            self.running = None
         self.reached.add(path)
-        call = replace(call, path=path)
+        returned = MixerCall.of(path, module, args, kwargs, result, channels=channels)
+        call = replace(returned, linears=call.linears)
+        last, self.last = self.last, None
+        if last is None:
+            call = replace(call, result=with_first(call.result, self._output(call)))
+        else:
+            _check_last(call, *last)
+        self.visits[path] += 1
+        return call.own[2]
+
+    def projected(self, forward: _Forward, args: tuple[Any, ...]) -> Tensor | None:
+        """What a mixer's output projection returns, edited; None for another layer."""
+        call, layer = self.running, forward.module
+        if call is None or self.busy or self.last is not None or len(args) != 1:
+            return None
+        # A hook is shown what the layer returns without the edit, in any run.
+        is_plainly_run = not (forward.is_instance or layer._forward_hooks)
+        if layer is not projection_of(call.module) or not is_plainly_run:
+            return None
+        (given,) = args
+        if given.dtype != layer.weight.dtype or torch.is_autocast_enabled(given.device.type):
+            return None
+        result = given.new_zeros(1).expand(*given.shape[:-1], layer.out_features)
+        output = self._output(replace(call, result=result), OwnProjection(layer, given, False))
+        self.last = None if output is None else (output, version_of(output))
+        return output
+
+    def _output(self, call: MixerCall, ahead: OwnProjection | None = None) -> Tensor | None:
+        # What takes the place of a mixer's result. Of a projection that is still ahead, None where
+        # the frozen mixer has another one.
+        module = original(call.module)
         self.busy = True
         try:
             with without_autocast(), weights_loaded(module):
-                plain = replace(call, result=detached(result))
-                opened = OpenMixer(path, call, adapter_of(plain)(plain), self.visits[path])
-                self.visits[path] += 1
+                plain = replace(call, result=detached(call.result))
+                mixer = adapter_of(plain)(plain)
+                projection = _seen(call, mixer) if ahead is None else ahead
+                opened = OpenMixer(
+                    call.path, call, mixer, self.visits[call.path], projection=projection
+                )
+                if not opened.has_own_projection:
+                    if ahead is not None:
+                        known_of(module).projection = None
+                        return None
+                    opened = replace(opened, projection=None)
                 if self.check:
                     opened.check(self._mask_of(call))
-                output = self._edited(opened)
+                return self._edited(opened)
         finally:
             self.busy = False
-        return replace(call, result=with_first(result, output))
 
     def _edited(self, opened: OpenMixer) -> Tensor:
         if self.unedited is None:
             return self.edit(opened)
         if self.unedited.is_running:
             self.unedited.calls[opened.path, opened.visit] = opened
-            return opened.call.output
+            return opened.returned
         return self.edit(replace(opened, unedited=self.unedited.of(opened)))
 
     def _mask_of(self, call: MixerCall) -> Tensor | None:
@@ -328,37 +310,46 @@ class _Forward:
         module, around = self.module, _EDITS.get().get(original(self.module), ())
         for edits in around:
             edits.enter(self, args, kwargs)
-        editing = [edits for edits in around if edits.acts_on(module)]
-        linears = LinearCalls()
-        if editing:  # before the mixer writes into its cache
-            _check_not_begun(
-                MixerCall.of("", module, args, kwargs, None, channels=channels_of(module)),
-                editing[0],
-            )
-        for edits in editing:
-            edits.calls = linears
-        try:
-            result = self.original(*args, **kwargs)
-        finally:
-            for edits in editing:
-                edits.calls = None
         for edits in around:
-            edits.keep(module, args, result)
-        if not editing:
-            return result
-        call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
-        call = replace(call, linears=linears)
+            if edits.acts_on(module):
+                return edits.run(self, args, kwargs)
         for edits in around:
-            call = edits.leave(call)
-        return call.own[2]
+            if (result := edits.projected(self, args)) is not None:
+                return result
+        result = self.original(*args, **kwargs)
+        for edits in around:
+            edits.keep(self, args, result)
+        return result
 
 
-def _check_not_begun(call: MixerCall, edits: _Edits) -> None:
+def _seen(call: MixerCall, mixer: FrozenMixer) -> OwnProjection | None:
+    # The projection that returned a mixer's result.
+    given = call.projected(mixer.out_weight)
+    if given is None:
+        return None
+    learn_projection(call.module, mixer)
+    layer = projection_of(call.module)
+    return None if layer is None else OwnProjection(layer, given, True)
+
+
+def _check_last(call: MixerCall, projected: Tensor, version: int) -> None:
+    # That what the output projection returned is the mixer's result.
+    if call.output.is_set_to(projected) and version_of(projected) == version:
+        return
+    known_of(call.module).projection = None
+    raise ReconstructionError(
+        f"{call.path} ({type(call.module).__name__}) changed what its output projection returned, "
+        "which it did not do in an earlier run; expected one computation in all runs. The next run "
+        "compares all of the mixer: run it again."
+    )
+
+
+def _check_not_begun(call: MixerCall) -> None:
     # Edges lead from token to token of one run, and a cache holds tokens of earlier ones.
     module = original(call.module)
     if past_before(replace(call, module=module)) is not None:
         raise UnsupportedModelError(
-            f"{edits.paths[module]} is called with a cache that is not empty, as by generate(), so "
+            f"{call.path} is called with a cache that is not empty, as by generate(), so "
             "its tokens read a state that no edge or token of this run shows; expected the whole "
             "text in each run. Write the text first, and run it inside of the block; to write in "
             "the block, pass generate(..., use_cache=False)."

@@ -12,7 +12,8 @@ from captum_ssm.attr.flow.features import check_decoder
 from captum_ssm.capture import Readout
 from captum_ssm.capture.readout import stream_of
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.interventions.editing import Edit, OpenMixer, edited
+from captum_ssm.interventions.editing import Edit, edited
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.memory import (

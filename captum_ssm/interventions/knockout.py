@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from captum_ssm.interventions.edges import ProductEdges
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.left import with_edges
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.selection import Layers, Tokens, mask_of
 from captum_ssm.mixers.components import check_formulation
 from captum_ssm.utils.blocks import contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.interventions.edges import EdgesElsewhere, EdgeSet, EdgeSum
-from captum_ssm.interventions.editing import OpenMixer
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
 

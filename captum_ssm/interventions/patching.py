@@ -11,7 +11,8 @@ from torch import Tensor
 
 from captum_ssm.capture import FrozenModel, Request, freeze
 from captum_ssm.errors import InputError, UnsupportedModelError
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.runs import Runs, bar, runs_at_once, times
 from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers, mask_of
 from captum_ssm.interventions.states import has_operator, state_operator
@@ -262,7 +263,8 @@ def _patch(frozen: FrozenModel, component: str, tokens: Tokens) -> Callable[[Ope
             )
         mask = mask_of("tokens", tokens, (operator.batch, operator.length), current.device)
         if component == "output":
-            return torch.where(mask.view(*current.shape[:-1], 1), times(other, k), current)
+            at = mask.view(*current.shape[:-1], 1)
+            return torch.where(at, times(other, k), opened.returned)
         mixer = moved(layer.mixer, layer.device, current.device)
         if component == "state":
             return opened.returning_mixed(_with_state(opened, mixer, mask, k))

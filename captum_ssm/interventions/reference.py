@@ -11,8 +11,9 @@ from torch import Tensor
 from captum_ssm.capture import Request
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgesElsewhere
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.left import sums_of
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.mixers import COMPONENTS, FrozenMixer
 from captum_ssm.mixers.components import check_formulation
 from captum_ssm.operators import TokenOperator
@@ -82,7 +83,7 @@ class Reference:
             sums = sums_of(opened, whole_mixer(opened.mixer, formulation))
             of_scans = [EdgesElsewhere(one.operator, one.values, mean) for one in sums]
             carried.setdefault(opened.path, []).append(of_scans)
-            return opened.call.output
+            return opened.returned
 
         request = Request.of(model, None, inputs, additional_forward_args)
         with torch.no_grad(), edited(model, None, keep, check=check):

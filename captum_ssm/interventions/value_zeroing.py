@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from captum_ssm.capture import Request, exact_arithmetic, freeze, unwrap
 from captum_ssm.errors import InputError
-from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.editing import edited
+from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.runs import Runs, bar, runs_at_once
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.utils.allocator import workspace

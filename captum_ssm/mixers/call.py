@@ -243,8 +243,8 @@ class LinearCalls(TorchFunctionMode):
         with watch_modules(filter(is_plain, module.children()), after=keep):
             yield
 
-    def add(self, layer: nn.Module, given: Tensor, result: Tensor) -> None:
-        """Keep what a layer returned."""
+    def add(self, layer: nn.Module | Tensor, given: Tensor, result: Tensor) -> None:
+        """Keep what a layer returned; its weight alone says that it is a product with that."""
         self._calls.append((layer, given, result, result._version))
 
     def keep_only(self, tokens: Tensor, output: Tensor) -> None:

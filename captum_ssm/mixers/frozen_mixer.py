@@ -143,14 +143,15 @@ class FrozenMixer:
             bonus (Tensor, optional): ``(B, L, D)``, the weight of a token's own values, of a mixer
                 without a skip, added after the norm. Default: None
         """
-        scale = scale_of(self.mixed)
+        mixed = self.mixed
+        scale = scale_of(mixed)
         # A skip is added before the norm, so it is divided by the norm's scale.
         skip = self.skip if bonus is None else bonus / scale
         added = None if bonus is None or skip is None else skip * self.values
 
         def readout(y: Tensor) -> Tensor:
             if added is None:
-                y = y * scale_of(y)
+                y = y * (scale if y is mixed else scale_of(y))
             else:
                 y = (y - added) * scale_of(y - added) + added * scale
             y = y if self.gate is None else y * self.gate

@@ -12,7 +12,9 @@ from torch import nn
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers.call import MISFITS, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.past import Past, past_of
+from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import original
 
 Freeze = Callable[[MixerCall], FrozenMixer]
@@ -42,6 +44,8 @@ class Known:
             Default: frozenset()
         mixes_examples (bool, optional): whether a score of an example depends on others of its
             batch. Default: None, not looked at
+        projection (str, optional): the name of its linear layer that returned its result.
+            Default: None, not seen
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
             its adapter computes. Default: None
     """
@@ -56,6 +60,7 @@ class Known:
     hidden: Any = None
     hidden_in: frozenset[Any] = frozenset()
     mixes_examples: bool | None = None
+    projection: str | None = None
     right: Any = None
 
 
@@ -76,6 +81,22 @@ def known_of(module: nn.Module) -> Known:
 def channels_of(module: nn.Module) -> int:
     """The axis of the channels in the tokens that a mixer takes and returns."""
     return getattr(find_adapter(module), "channels", -1)
+
+
+def projection_of(module: nn.Module) -> Any:
+    """The linear layer of a mixer that was seen to return its result, if one was."""
+    name = _KNOWN.get(original(module), _NOTHING).projection
+    return None if name is None else module.get_submodule(name)
+
+
+def learn_projection(module: nn.Module, mixer: FrozenMixer) -> None:
+    """Let :func:`projection_of` know the layer of a frozen mixer's output projection."""
+    layers = (
+        name
+        for name, layer in module.named_modules()
+        if is_plain(layer) and address(layer.weight) == address(mixer.out_weight)
+    )
+    known_of(module).projection = next(layers, None) if mixer.out_gate is None else None
 
 
 def adapts(*names: str) -> Callable[[Freeze], Freeze]:

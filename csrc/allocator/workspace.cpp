@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <torch/headeronly/version.h>
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <mutex>
@@ -19,7 +20,7 @@ namespace {
 // Blocks are whole chunks. Linux moves a chunk to another address by one entry of the page tables.
 constexpr size_t kChunk = size_t(2) << 20;
 
-// Smaller tensors stay with malloc, which keeps them itself.
+// Smaller tensors stay with malloc, which keeps them itself, unless a workspace says otherwise.
 constexpr size_t kSmallest = size_t(8) << 20;
 
 struct Block {
@@ -58,9 +59,11 @@ class Workspace final : public c10::Allocator {
     return *workspace;
   }
 
-  // Opens a workspace, or one more within it. Not where somebody else's allocator is in use.
-  void enter() {
+  // Opens a workspace, or one more within it, for tensors of so many bytes; of several that are
+  // open the smallest number counts. Not where somebody else's allocator is in use.
+  void enter(size_t smallest) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (open_ == 0 || smallest < smallest_) smallest_ = smallest;
     // Threads that allocate meanwhile read one pointer or the other, and both stay valid.
     if (open_++ == 0 && c10::GetCPUAllocator() == torch_) c10::SetCPUAllocator(this);
   }
@@ -81,7 +84,7 @@ class Workspace final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t size) override {
-    if (size < kSmallest) return torch_->allocate(size);
+    if (size < smallest_) return torch_->allocate(size);
     const std::lock_guard<std::mutex> lock(mutex_);
     char* const data = open_ ? take((size + kChunk - 1) / kChunk * kChunk) : nullptr;
     if (!data) return torch_->allocate(size);
@@ -166,12 +169,15 @@ class Workspace final : public c10::Allocator {
   c10::Allocator* const torch_;
   std::mutex mutex_;
   int open_ = 0;
+  std::atomic<size_t> smallest_ = kSmallest;
   std::list<Block> kept_;                    // the oldest first
   std::unordered_map<void*, size_t> sizes_;  // of the blocks that tensors have
 };
 
-PyObject* enter(PyObject*, PyObject*) {
-  Workspace::get().enter();
+PyObject* enter(PyObject*, PyObject* args) {
+  Py_ssize_t smallest = kSmallest;
+  if (!PyArg_ParseTuple(args, "|n", &smallest)) return nullptr;
+  Workspace::get().enter(smallest);
   Py_RETURN_NONE;
 }
 
@@ -188,7 +194,7 @@ PyObject* kept(PyObject*, PyObject*) {
   return PyLong_FromSize_t(Workspace::get().kept());
 }
 
-PyMethodDef methods[] = {{"enter", enter, METH_NOARGS, nullptr},
+PyMethodDef methods[] = {{"enter", enter, METH_VARARGS, nullptr},
                          {"leave", leave, METH_NOARGS, nullptr},
                          {"in_use", in_use, METH_NOARGS, nullptr},
                          {"kept", kept, METH_NOARGS, nullptr},

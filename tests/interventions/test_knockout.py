@@ -365,8 +365,12 @@ def test_bad_input_leaves_the_model_as_it_was(mamba):
         mamba(tokens)  # of different layers
 
 
-def test_a_mixer_that_computes_something_else_is_found_out():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_mixer_that_computes_something_else_is_found_out(is_known):
     model = tiny("mamba")
+    if is_known:  # its output projection is
+        with knockout(model, sources=1):
+            model(ids())
     model.backbone.layers[1].mixer.out_proj.register_forward_pre_hook(
         lambda m, args: (args[0] * torch.linspace(0.5, 1.5, 32),)
     )

@@ -61,6 +61,22 @@ def test_freed_memory_is_handed_out_again() -> None:
         assert allocator.kept() == 16 * MIB
 
 
+def test_smaller_tensors_are_left_to_malloc() -> None:
+    with workspace(32 * MIB):
+        block(31)
+        assert allocator.kept() == 0
+        with workspace():
+            block(31)
+            assert allocator.kept() == 32 * MIB
+        block(8)
+        assert allocator.kept() == 32 * MIB
+    with workspace(32 * MIB):
+        block(31)
+        assert allocator.kept() == 0
+        block(32)
+        assert allocator.kept() == 32 * MIB
+
+
 def test_a_large_tensor_is_gathered_from_smaller_ones() -> None:
     with workspace():
         parts = [block(size).fill_(size) for size in (8, 12, 10, 9)]

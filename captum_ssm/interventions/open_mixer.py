@@ -1,0 +1,122 @@
+"""A mixer in the middle of a run, and what it returns if it is edited there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.check import Rebuilt, check_reconstruction
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.utils.clones import address
+from captum_ssm.utils.lazy import cached_property
+
+
+class OwnProjection(NamedTuple):
+    """A mixer's output projection, which returns the mixer's result.
+
+    Args:
+        layer (nn.Linear): a plain one.
+        given (Tensor): ``(B, L, D)``, what it is given in a call.
+        has_run (bool): whether it has returned, and the mixer too.
+    """
+
+    layer: nn.Linear
+    given: Tensor
+    has_run: bool
+
+    def of(self, given: Tensor) -> Tensor:
+        """What it returns for another input, ``(B, L, E)``."""
+        return nn.Linear.forward(self.layer, given)
+
+
+@dataclass(frozen=True)
+class OpenMixer:
+    """A mixer frozen in the middle of a run, taken apart after its scans.
+
+    Args:
+        path (str): the module's.
+        call (MixerCall): the call, at the current input of the layer. Of a result that is still to
+            come it has the shape.
+        mixer (FrozenMixer): the same, frozen, with its graph.
+        visit (int, optional): how often the module was called before in this run. Default: 0
+        unedited (OpenMixer, optional): the call in the run without the intervention, if that was
+            asked for. Default: None
+        projection (OwnProjection, optional): what returns the module's result. Default: None, where
+            that is not known
+    """
+
+    path: str
+    call: MixerCall
+    mixer: FrozenMixer
+    visit: int = 0
+    unedited: OpenMixer | None = None
+    projection: OwnProjection | None = None
+
+    @cached_property
+    def mixed(self) -> list[Tensor]:
+        """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""
+        return [scan.mixed for scan, _, _ in self.mixer.scans_in_order()]
+
+    @cached_property
+    def gated(self) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``."""
+        mixer = self.mixer
+        return mixer.gated_output_of(self.mixed) if mixer.is_readable else mixer.gated_output()
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the frozen mixer returns, ``(B, L, E)``."""
+        return self.mixer.projected(self.gated)
+
+    @property
+    def returned(self) -> Tensor:
+        """What the module itself returns, ``(B, L, E)``."""
+        projection = self.projection
+        if projection is None or projection.has_run:
+            return self.call.output
+        return projection.of(projection.given)
+
+    @property
+    def has_own_projection(self) -> bool:
+        """Whether the projection is known, and the frozen mixer's."""
+        if self.projection is None:
+            return False
+        layer, given, _ = self.projection
+        is_weight = address(layer.weight) == address(self.mixer.out_weight)
+        return is_weight and self.mixer.out_gate is None and given.shape == self.gated.shape
+
+    def check(self, mask: Tensor | None) -> None:
+        """Raise `ReconstructionError` unless this is what the module computed."""
+        gated, projection = self.gated.detach(), self.projection
+        # The output is kept for the edit, which needs the run's graph of it.
+        output = self.output.detach() if projection is None else self.call.output
+        with torch.no_grad():
+            share = self.mixer.recurrence_share(gated)
+            projected = None if projection is None else (gated, projection.given)
+            rebuilt = Rebuilt(output, share, self.mixer.rounding, projected)
+            check_reconstruction(self.path, self.call, rebuilt, mask)
+
+    def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
+        """The module's output if its scans returned ``mixed`` instead of :attr:`mixed`."""
+        return self.returning(self.mixer.gated_output_of(mixed))
+
+    def returning(self, gated: Tensor) -> Tensor:
+        """The module's output for another input of its output projection, ``(B, L, D)``."""
+        if self.projection is None:
+            mixer = self.mixer if self.unedited is None else self.unedited.mixer
+            own, change = self.call.output, mixer.projected(gated) - self.output
+        else:
+            own, change = self.projection.given, gated - self.gated
+        if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
+                "its coefficients, as all measured mixers are, so no gradient goes through the "
+                "intervention's change; expected torch.no_grad(). Or register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
+            )
+        edited = own + change.reshape(own.shape).to(own.dtype)
+        return edited if self.projection is None else self.projection.of(edited)
