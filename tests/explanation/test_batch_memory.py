@@ -212,14 +212,14 @@ def limited(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = MambaConfig(hidden_size=512, num_hidden_layers=4, vocab_size=VOCABULARY)
-    asked = [MambaForCausalLM(config).eval(), words(), ids(24, 180)]
+    asked = [MambaForCausalLM(config).eval(), words(), ids(16, 180)]
     options = {"alternatives": 0, "methods": ["mamba-lrp"]}
     free = explain_dataset(*asked, folder / "free", **options)
     lacked: list[bool] = []
     together.is_lack_of_memory = lambda error: lacked.append(is_lack_of_memory(error)) or lacked[-1]
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (320 << 20), before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (560 << 20), before[1]))
     kept = explain_dataset(*asked, folder / "kept", **options)
     resource.setrlimit(resource.RLIMIT_AS, before)
     pairs = [

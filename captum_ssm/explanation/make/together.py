@@ -9,6 +9,7 @@ once.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,7 +93,9 @@ def _batch(steps: Sequence[Any]) -> list[Any]:
     except Exception as error:
         if len(steps) == 1:
             return [error]
-        if is_lack_of_memory(error):
-            current_limit().was_exceeded(steps)
+        lacked = is_lack_of_memory(error)
+    if lacked:
+        current_limit().was_exceeded(steps)
+        gc.collect()  # circles of the error's frames hold what the batch has filled the memory with
     middle = len(steps) // 2
     return _batch(steps[:middle]) + _batch(steps[middle:])
