@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from captum_ssm.graph.kinds import kind_of
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.relevance_rules import carrying
+from captum_ssm.graph.relevance_rules import carrying_before
 
 # Operations whose inputs are multiplied.
 _FACTORS = ("Mul", "Div")
@@ -166,7 +166,7 @@ class SegmentGraph:
         """
         through, start = self._bits_of(passed), root.edge.node
         if start not in self._carries:
-            self._carries[start] = carrying([start], self._ends)
+            self._carries[start] = carrying_before(start, self._ends)
         carries = self._carries[start]
 
         def passes(edge: GradientEdge) -> bool:

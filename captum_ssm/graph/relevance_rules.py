@@ -79,6 +79,21 @@ def carrying(
     return _carrying(ends, starts, stops)[1]
 
 
+def carrying_before(end: Node, starts: Collection[Node]) -> dict[Node, bool]:
+    """What :func:`carrying` says of the values that the last functions make coefficients of.
+
+    A model may return probabilities: relevance would go on from none of them.
+    """
+    last, passed = [end], dict[Node, bool]()
+    while last:
+        carries = carrying(last, starts)
+        if any(carries[node] for node in last):
+            return carries | passed
+        passed |= dict.fromkeys(last, True)
+        last = [one for node in last for one, _ in node.next_functions if one is not None]
+    return passed
+
+
 def _carrying(
     ends: Sequence[Node], starts: Collection[Node], stops: Collection[Node] = ()
 ) -> tuple[list[_Visit], dict[Node, bool]]:

@@ -197,6 +197,17 @@ class Wiring:
         return {call: i for i, step in enumerate(self.steps) for call in step.calls}
 
     @property
+    def read(self) -> frozenset[int]:
+        """The steps that the output is made of. What a model computes aside may be read nowhere."""
+        found, left = set[int](), [i for i, _ in self.output]
+        while left:
+            step = left.pop()
+            if step >= 0 and step not in found:
+                found.add(step)
+                left += [i for i, _ in self.steps[step].reads]
+        return frozenset(found)
+
+    @property
     def neighbor_percent(self) -> str:
         """The share that tokens read from one another, in percent; a small one is not none."""
         return f"{max(self.neighbor_share, 0.001):.1%}"

@@ -7,7 +7,7 @@ import torch
 from methods import MAPS, METHODS, assert_close
 from test_output import after, rollout, tokens, warnings_of_relevance, with_forward
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout, supported
+from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, supported
 
 
 def read_by(m, h):
@@ -52,6 +52,18 @@ def test_a_mixer_that_is_only_a_gate_is_said():
 def test_a_probability_makes_no_gates_of_mixers(output):
     model = with_forward(lambda m, x: output(m.head(m.towards(x)[:, -1]), -1))
     assert not warnings_of_relevance(model, tokens(), MambaRollout)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.exp, lambda h: 2 * h.softmax(-1)])
+@pytest.mark.parametrize("method", [MambaRollout, MambaAttribution])
+def test_a_stream_is_read_by_probabilities_of_tokens_as_by_logits(function, method):
+    logits = with_forward(lambda m, x: m.head(m.towards(x)))
+    both = with_forward(lambda m, x: function(m.head(m.towards(x)))), logits
+    shares = []
+    for model in both:
+        row = method(model).attribute(tokens(), target=(6, 1)).sum(-1)[0]
+        shares.append(row if method is MambaRollout else (row > 0.5).double())
+    assert_close(*shares, 1e-9)
 
 
 # One sum in two orders: the first one adds up earlier states before the stream.
@@ -101,7 +113,7 @@ def test_weighted_sums_of_all_states_are_followed():
     assert abs(supported(model, x).held - 1 / 5) < 1e-6
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method is not LaTIM])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("where", ["first", "between", "parallel", "last"])
 def test_a_mixer_that_nothing_reads_is_none(where, method):
     def forward(m, x, is_read):
