@@ -18,8 +18,9 @@ from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import random_signs, without_caches
 from captum_ssm.mixers.linear_layers import is_quantized
 from captum_ssm.mixers.registry import known_of, learn_projection
-from captum_ssm.utils.clones import address, version_of
+from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import copied
+from captum_ssm.utils.fingerprint import fingerprint
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import weights_loaded
 
@@ -340,9 +341,8 @@ def _state_of(module: nn.Module) -> Any:
         + (tuple(part._forward_hooks), tuple(part._forward_pre_hooks))
         for part in module.modules()
     ]
-    tensors = [*module.parameters(), *module.buffers()]
-    versions = [(address(x), version_of(x)) for x in tensors]
-    return parts, versions
+    places = [address(x) for x in (*module.parameters(), *module.buffers())]
+    return parts, places, fingerprint(module)
 
 
 def is_padded_left(mask: Tensor | None) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from captum_ssm.utils.blocks import contextmanager
-from captum_ssm.utils.clones import version_of
 
 # Stands for a mixer's call, among the functions.
 _MIXER = "mixer"
@@ -20,15 +19,6 @@ _OF_FORM = frozenset(
     [getattr(Tensor, name) for name in _METHODS]
     + [getattr(Tensor, name).__get__ for name in _PROPERTIES]
 )
-
-
-def weights_of(model: nn.Module) -> tuple[str, int]:
-    """How often the weights of a model were written to: a gate of zero may be none after training.
-
-    Another tensor in a weight's place, and what is written into ``data``, is not counted: offloaded
-    weights come and go so in each run.
-    """
-    return "weights", sum(map(version_of, model.parameters()))
 
 
 class Operations(TorchFunctionMode):

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm.capture.embedded_ids import warn_of_derived
 from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.capture.operations import weights_of
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import find_points, instrumented, traced, without_compiler
@@ -30,6 +29,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import bound_arguments
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import original
+from captum_ssm.utils.fingerprint import fingerprint
 from captum_ssm.utils.nested import detached, tensors_in
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.progress import Bar
@@ -162,7 +162,7 @@ def _record_once(
             other,
             arguments,
             edges=visits.edges,
-            operations=frozenset({*visits.operations.pairs, weights_of(request.module)}),
+            operations=frozenset({*visits.operations.pairs, fingerprint(request.module)}),
         )
         if score is not None:
             recording = _with_score(recording, score, cuts)

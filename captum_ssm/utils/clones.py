@@ -65,7 +65,7 @@ class Clones:
         made = self._cloned(x)
         if made is None:
             if not x.is_inference():
-                self._shared.append(_Shared(x, memory(x), x._version, self._lazily(x)))
+                self._shared.append(_Shared.of(x, self._lazily(x)))
             return x
         if isinstance(x, nn.Parameter):
             made = nn.Parameter(made, x.requires_grad)
@@ -86,7 +86,7 @@ class Clones:
         lost = [one.tensor for one in self._shared if not one.put_back()]
         # A frame in the traceback of an error may hold these.
         for one in self._shared:
-            one.kept = None
+            one.kept, one.alias = None, one.tensor
         self._shared.clear()
         self._kept.clear()
         if lost:
@@ -107,7 +107,7 @@ class Clones:
     def _cloned(self, x: Tensor) -> Tensor | None:
         # None for what is shared.
         is_large = isinstance(x, nn.Parameter) or x.nbytes > _LARGE
-        if not _is_plain(x) or (is_large and not (x.is_meta or _WRITTEN.get(id(x)) is x)):
+        if not is_plain(x) or (is_large and not (x.is_meta or _WRITTEN.get(id(x)) is x)):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             x = x.detach().as_subclass(Tensor)
@@ -122,7 +122,7 @@ class Clones:
 
     @torch.no_grad()
     def _lazily(self, x: Tensor) -> torch.UntypedStorage | None:
-        if not _is_plain(x) or x.is_meta:
+        if not is_plain(x) or x.is_meta:
             return None
         with torch._C.DisableTorchFunctionSubclass():
             x = x.detach().as_subclass(Tensor)
@@ -137,22 +137,50 @@ class Clones:
 
 @dataclass
 class _Shared:
-    # A shared tensor, where its memory began, its version, and what keeps its values.
+    # A shared tensor, another one on the same memory, which tells its form, where that memory
+    # began, its version, what keeps its values, and what else a run may set of it.
     tensor: Tensor
+    alias: Tensor
     place: int
     version: int
     kept: torch.UntypedStorage | None
+    requires_grad: bool
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, x: Tensor, kept: torch.UntypedStorage | None) -> _Shared:
+        alias = x if kept is None else x.detach()
+        return cls(x, alias, memory(x), x._version, kept, x.requires_grad, dict(vars(x)))
 
     @property
     def is_written(self) -> bool:
         return self.tensor._version != self.version
 
+    @property
+    def is_exchanged(self) -> bool:
+        # A run may convert a module that it calls (`self.layer.to(x.dtype)`).
+        x, before = self.tensor, self.alias
+        return memory(x) != self.place or _form(x) != _form(before)
+
     @torch.no_grad()
     def put_back(self) -> bool:
         """Give the tensor its own memory and values; False where they could not be kept."""
-        if self.kept is not None and (self.is_written or memory(self.tensor) != self.place):
-            self.tensor.data = _on(self.kept, self.tensor)
+        if self.kept is not None and (self.is_written or self.is_exchanged):
+            self.tensor.data = _on(self.kept, self.alias)
+        x = self.tensor
+        if x.is_leaf and x.requires_grad != self.requires_grad:
+            x.requires_grad_(self.requires_grad)
+        # Other threads may read them: what is as it was is left alone.
+        for name in vars(x).keys() - self.attributes.keys():
+            del vars(x)[name]
+        for name, value in self.attributes.items():
+            if vars(x).get(name) is not value:
+                vars(x)[name] = value
         return self.kept is not None or not self.is_written
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.shape, x.layout, x.device
 
 
 def memory(x: Tensor) -> int:
@@ -170,7 +198,8 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor holds its values in memory as PyTorch's own do, and has no graph."""
     own_kind = isinstance(x, nn.Parameter) and type(x) is not nn.Parameter
     if own_kind or is_traceable_wrapper_subclass(x) or x.grad_fn is not None:
         return False

@@ -37,6 +37,7 @@ V = TypeVar("V")
 # An attribute that is made of more objects than these, such as a trainer, is shared.
 _MANY = 20_000
 _MARK = "_captum_ssm_copy_of"
+_OWN = (_MARK, "__deepcopy__")  # of copies alone
 
 _ATOMIC = frozenset(
     {
@@ -110,7 +111,7 @@ class Copies:
         for module in self.modules:
             made = self._memo.get(id(module))
             if made is not None:
-                for name in (_MARK, "forward", "__nnsight__"):
+                for name in (*_OWN, "forward", "__nnsight__"):
                     made.__dict__.pop(name, None)
                 for name in ("_parameters", "_buffers"):
                     made.__dict__[name] = module.__dict__[name]
@@ -177,9 +178,11 @@ class Copies:
         self.modules.append(module)
         own = made.__dict__
         own[_MARK] = _Mark(original(module), self)
+        if not hasattr(type(module), "__deepcopy__"):
+            own["__deepcopy__"] = functools.partial(_deepcopied, made, module.__dict__)
         for name, value in [*module.__dict__.items()]:
             # A compiled forward is that of the user's module, and copies run without a compiler.
-            if name in (_MARK, "_compiled_call_impl"):
+            if name in (*_OWN, "_compiled_call_impl"):
                 continue
             if name in _OF_GRADIENTS:  # may change them, and listeners wait for the user's own
                 own[name] = type(value)()
@@ -237,6 +240,20 @@ class Copies:
             return value
         made = copy._reconstruct(value, self._memo, *parts, deepcopy=self._value)  # type: ignore[attr-defined]
         return self._put(value, made)
+
+
+def _deepcopied(made: nn.Module, users: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
+    # What copy.deepcopy() makes of a copy while a model runs: a module of its own. Of what is hung
+    # into the copy, which would run or tell of the copy itself, it has only the user's.
+    found = memo[id(made)] = object.__new__(type(made))
+    kept = {k: v for k, v in made.__dict__.items() if k not in _OWN and not _is_hung(k)}
+    hung = {k: v for k, v in users.items() if _is_hung(k)}
+    found.__dict__.update(copy.deepcopy({**kept, **hung}, memo))
+    return found
+
+
+def _is_hung(name: str) -> bool:
+    return name in ("forward", "__nnsight__") or name.endswith("_hooks")
 
 
 def _are_atomic(values: Any) -> bool:

@@ -68,7 +68,7 @@ class Remembering(nn.Module):
         self.random, self.numpy = random.Random(1), np.random.default_rng(1)
         self.weight = nn.Parameter(torch.randn(16, 16))
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(2))])
-        self.mapped = torch.from_numpy(np.zeros(3))
+        self.mapped, self.aside = torch.from_numpy(np.zeros(3)), nn.Linear(4, 4)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -84,6 +84,7 @@ class Remembering(nn.Module):
         own = {k: v for k, v in vars(self).items() if k in HELD}
         parts = pickle.dumps((own, vars(self.state), Remembering.seen))
         tensors = [t.detach().clone().tolist() for t in self.state_dict().values()]
+        tensors += [(p.requires_grad, str(vars(p))) for p in self.parameters()]
         drawn = (self.generator.get_state().tolist(), torch.get_rng_state().tolist())
         return parts, tensors, drawn, random.getstate(), str(np.random.get_state())  # noqa: NPY002
 
@@ -114,6 +115,10 @@ WRITES = {
     "weight": lambda m: m.weight.div_(m.weight.norm()),
     "list of weights": lambda m: m.weights[0].add_(1),
     "mapped memory": lambda m: m.mapped.add_(1),
+    "another dtype": lambda m: m.aside.half(),
+    "fewer weights": lambda m: setattr(m.aside.weight, "data", m.aside.weight.data[:2]),
+    "no gradient": lambda m: m.aside.requires_grad_(False),
+    "a weight's attribute": lambda m: setattr(m.weight, "tag", 1),
     "class": lambda m: setattr(type(m), "seen", type(m).seen + 1),
 }
 DRAWS = {

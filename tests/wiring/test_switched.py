@@ -45,31 +45,56 @@ def test_a_hidden_way_that_comes_later_is_noticed(change, method):
     assert not warnings_of_relevance(model, x[:, :7], method)
 
 
-@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
-def test_a_hidden_way_that_training_opens_is_noticed(method):
-    model = with_forward(lambda m, x: two(m, x, lambda h: h + m.gate * h.flip(1).detach()))
-    model.gate = nn.Parameter(torch.zeros((), dtype=torch.double))
-    assert not warnings_of_relevance(model, tokens(), method)
+def in_place(m):
     with torch.no_grad():
-        model.gate += 3
+        m.opened += 3
+
+
+def of_data(m):
+    m.opened.data.add_(3)
+
+
+def exchanged(m):
+    m.opened = nn.Parameter(torch.tensor(3.0, dtype=torch.double))
+
+
+def loaded(m):
+    m.load_state_dict(m.state_dict() | {"opened": torch.tensor(3.0).double()}, assign=True)
+
+
+def of_a_buffer(m):
+    m.kept += 3
+
+
+def of_an_attribute(m):
+    m.number = 3.0
+
+
+def of_a_dict(m):
+    m.scaling["default"] = 3.0
+
+
+CHANGES = (in_place, of_data, exchanged, loaded, of_a_buffer, of_an_attribute, of_a_dict)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+def test_a_hidden_way_that_another_weight_opens_is_noticed(change, method):
+    def forward(m, x):
+        scale = m.opened + m.kept + m.number + m.scaling["default"]
+        return two(m, x, lambda h: h + scale * h.flip(1).detach())
+
+    model = with_forward(forward)
+    model.opened = nn.Parameter(torch.zeros((), dtype=torch.double))
+    model.register_buffer("kept", torch.zeros((), dtype=torch.double))
+    model.number, model.scaling = 0.0, {"default": 0.0}
+    assert not warnings_of_relevance(model, tokens(), method)
+    change(model)
     if method is MambaLRP:
         assert any(HIDDEN in one for one in warnings_of_relevance(model, tokens()))
     else:
         with pytest.raises(UnsupportedModelError, match=HIDDEN):
             method(model).attribute(tokens())
-
-
-@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
-def test_a_hidden_part_that_is_switched_off_is_said_no_more(method):
-    def forward(m, x):
-        h = x + m.a(x)
-        h = h + (m.b(h).detach() if m.flag else m.b(h))
-        return m.head((h + m.c(h))[:, -1])
-
-    model, x = with_forward(forward), tokens()
-    for model.flag in (True, True, False, False, True):
-        said = warnings_of_relevance(model, x, method)
-        assert any(HIDDEN in one for one in said) == model.flag
 
 
 class OfIds(Base):
