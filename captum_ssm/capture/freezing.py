@@ -150,7 +150,7 @@ class _Plan:
             recording = self._recorded(stand_in)
         if any(draws):
             with on_thrown_away(request) as (copies, _), torch.no_grad():
-                warn_of_randomness(request.module, (copies.run(), copies.run()))
+                warn_of_randomness(request.module, copies.run)
         _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
         recording.check_finite()
         wiring = recording.wiring or sequence(len(recording.calls), recording.shape[1])

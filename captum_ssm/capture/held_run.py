@@ -19,6 +19,7 @@ from captum_ssm.mixers import MixerCall, find_mixers
 from captum_ssm.mixers.registry import channels_of
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import reloaded_in_backward
+from captum_ssm.utils.random_state import random_state_kept
 from captum_ssm.utils.watch_modules import watch_modules
 
 # What a model raises when moved tokens choose otherwise, as by a router, than those that the held
@@ -53,7 +54,6 @@ class HeldRun:
 
     def __post_init__(self) -> None:
         inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
-        torch_state = torch.random.get_rng_state()
         request, copies = self.copies.enter_context(on_thrown_away(self.request))
         self.copies.enter_context(reloaded_in_backward(copies.root))
         self._table = input_embeddings(request.module)
@@ -67,9 +67,9 @@ class HeldRun:
         with (
             watch_modules(self._paths, after=self._after_mixer),
             watch_modules(tables, after=self._embedded),
+            random_state_kept(),
         ):
             output = extract_logits(request.run(tuple(inputs)))
-        torch.random.set_rng_state(torch_state)
         self._end("the output", output)
 
     def moved(self, steps: Sequence[Tensor]) -> list[Tensor] | str:
@@ -101,7 +101,9 @@ class HeldRun:
         return found.clone()  # a model may write into it
 
     def _after_mixer(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        path = self._paths[module]
+        path = self._paths.get(module)
+        if path is None:  # a copy that the model itself makes in its run
+            return None
         call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
         self._end(f"what {path} is given", call.given_tokens().clone())
         if not self.held:

@@ -12,7 +12,7 @@ graph's derivative along it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -37,8 +37,9 @@ _FEW = 32
 # In so many steps some of the tokens are moved: two halves of them and their rests, which tell
 # three of four pairs of tokens apart. The last is taken only where the sizes leave a doubt.
 _STEPS = 4
-# The size of a step, of that of the tokens: what is rounded between them has to move as well.
-_STEP = 0.3
+# The size of a step, of that of the tokens: what is rounded between them has to move as well. Long
+# steps are of tokens that the output does not read.
+_STEP, _LONG = 0.3, 1.0
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
 # The sizes are compared by a step forth and one back, of so much of the tokens' size, of the eps of
@@ -47,6 +48,8 @@ _POWER = 1 / 3
 # The smallest share of a token's change that counts; and how much more than what the two steps have
 # in common, by which the change is not linear, or jumps.
 _LEAST_SHARE, _TIMES_BENT = 0.02, 3
+# Steps are halved so often to see whether what they change jumps.
+_HALVINGS = 12
 # A value is rounded by so many eps, through all that is computed on the way.
 _ROUNDINGS = 8
 
@@ -159,8 +162,9 @@ def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
         promise = Promise([end for _, end in run.ends], run.starts)
     is_compared, reason, unshown = False, "none of them was seen in a run", None
     with torch.no_grad():
-        several = _steps(run.starts, torch.Generator().manual_seed(0))
-        for steps in several[:-1]:
+        generator = torch.Generator().manual_seed(0)
+        several = _steps(run.starts, generator)
+        for steps in (*several[:-1], *_of_others(run.starts, promise, generator)):
             found = _from_others(run, promise, steps)
             if isinstance(found, Hidden):
                 return found if run.is_repeated() else None
@@ -191,15 +195,46 @@ def _from_others(run: HeldRun, promise: Promise, steps: Sequence[Tensor]) -> Hid
     if isinstance(after, str):
         return after
     moved = [
-        (name, (a.double() - b.double()).abs().amax(-1))
-        for (name, b), a in zip(run.ends, after, strict=True)
+        (name, _changes(before, there))
+        for (name, before), there in zip(run.ends, after, strict=True)
     ]
-    least = _LEAST * max(float(change.amax()) for _, change in moved)
+    least = _LEAST * max(float(change.nan_to_num(posinf=0.0).amax()) for _, change in moved)
     for k, ((name, change), depends) in enumerate(zip(moved, promise(steps), strict=True)):
         doubtful = (~depends & (change > least)).nonzero().tolist()
-        if not all(promise.is_shown(k, tuple(token), steps) for token in doubtful):
+        denied = [tuple(one) for one in doubtful if not promise.is_shown(k, tuple(one), steps)]
+        if denied and _is_hidden(run, k, max(denied, key=lambda one: change[one]), steps, change):
             return Hidden(name)
     return None
+
+
+def _is_hidden(
+    run: HeldRun, end: int, token: tuple[int, ...], steps: Sequence[Tensor], change: Tensor
+) -> bool:
+    # Whether a token that steps change does so from the first part of them on, or jumps. A maximum
+    # over tokens, of which the graph shows the largest, only bends where others become the largest.
+    before = run.ends[end][1]
+    eps = torch.finfo(before.dtype).eps
+    low, high, there = 0.0, 1.0, float(change[token])
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        after = run.moved([middle * step for step in steps])
+        if isinstance(after, str):
+            return True  # it chooses otherwise
+        found = float(_changes(before, after[end])[token])
+        if found > 0:
+            high, there = middle, found
+        else:
+            low = middle
+    size = float(before[token].nan_to_num(0.0, 0.0, 0.0).double().norm())
+    jump = there - 2 * _ROUNDINGS * eps * size
+    return low <= eps or jump > _LEAST_SHARE * float(change[token])
+
+
+def _changes(before: Tensor, after: Tensor) -> Tensor:
+    # By how much each token changes: infinitely where a number is none any more. What is infinite
+    # in both, such as a masked logit, does not.
+    change = (after.double() - before.double()).abs().masked_fill(after == before, 0.0)
+    return change.masked_fill(before.isnan(), 0.0).nan_to_num(torch.inf, torch.inf).amax(-1)
 
 
 @dataclass(frozen=True)
@@ -281,7 +316,7 @@ def _goes_on(change: Tensor, far: Tensor, at: Tensor) -> bool:
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
     # Steps that move some of the tokens each.
-    axes = [1 if x.dim() < 4 else -1 for x in starts]
+    axes = [*map(_axis, starts)]
     sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
     chosen = {n: [*islice(halves(n, generator), _STEPS)] for n in sizes}
     found = []
@@ -297,7 +332,35 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
     return found
 
 
+def _of_others(
+    starts: Sequence[Tensor], promise: Promise, generator: torch.Generator
+) -> Iterator[list[Tensor]]:
+    # Steps forth and back of the tokens of which the output reads none, as the graph says, and one
+    # that erases them. Where the output is read off one token, half of the others may not move what
+    # that token is compared with.
+    reads = [one.movedim(_axis(one), 1)[..., None].flatten(2).any(-1) for one in promise.reads(-1)]
+    others = []
+    for x in starts:
+        alike = [one.to(x.device) for one in reads if one.shape == (x.shape[0], x.shape[_axis(x)])]
+        shape = [1] * x.dim()
+        shape[0], shape[_axis(x)] = alike[0].shape
+        others.append(~torch.stack(alike).any(0).view(shape))
+    if any(bool(one.any()) for one in others):
+        pairs = [*zip(starts, others, strict=True)]
+        steps = [_LONG / _STEP * _noise(x, generator) * one for x, one in pairs]
+        yield from (steps, [-step for step in steps])
+        yield [-x.detach() * one for x, one in pairs]
+
+
+def _axis(x: Tensor) -> int:
+    # The axis of the tokens, for which the columns of an image stand.
+    return 1 if x.dim() < 4 else -1
+
+
 def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    # A step of all tokens.
+    # A step of all tokens, of which each has a part of its own, and all have one together: a mean
+    # over tokens has to move as well.
     size = _STEP * x.detach().double().square().mean().sqrt().clamp(min=1e-6)
-    return (torch.randn(x.shape, generator=generator).to(x.device) * size).to(x.dtype)
+    noise = torch.randn(x.shape, generator=generator)
+    noise = noise + noise.mean(_axis(x), keepdim=True) * x.shape[_axis(x)] ** 0.5
+    return (noise.to(x.device) * size).to(x.dtype)

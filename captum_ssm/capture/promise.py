@@ -70,6 +70,16 @@ class Promise:
         pairs = zip(self._read[end, token], steps, strict=True)
         return any(bool((read & (step != 0)).any()) for read, step in pairs if read is not None)
 
+    def reads(self, end: int) -> list[Tensor]:
+        """Which entries of the starts an end as a whole depends on, bool, of their shapes."""
+        seed = torch.full_like(self.ends[end], torch.nan)
+        is_live = self.ends[end].requires_grad
+        found = self._gradients([end], [seed]) if is_live else [None] * len(self.starts)
+        return [
+            torch.zeros_like(x, dtype=torch.bool) if g is None else g != 0
+            for x, g in zip(self.starts, found, strict=True)
+        ]
+
     def _gradients(
         self, ends: Sequence[int], seeds: Sequence[Tensor], **options: bool
     ) -> Sequence[Tensor | None]:

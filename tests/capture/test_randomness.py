@@ -33,14 +33,19 @@ class Noisy(nn.Module):
             "own numpy": self.numpy.random,
             "python": random.random,
             "own python": self.python.random,
+            "a layer": lambda: y * (random.random() < 0.5),  # some pairs of runs are alike
             "unused": lambda: 0 * torch.rand_like(y),
             "nothing": lambda: 0,
         }
         return y + draws[self.kind]()
 
 
-@pytest.mark.parametrize("kind", ["gumbel", "own", "numpy", "own numpy", "python", "own python"])
+NOISES = ["gumbel", "own", "numpy", "own numpy", "python", "own python", "a layer"]
+
+
+@pytest.mark.parametrize("kind", NOISES)
 def test_a_random_model_is_noticed(kind):
+    random.seed(0)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]  # noqa: NPY002
     for method in (RawAttention, MambaLRP, LaTIM):
         with pytest.warns(UserWarning, match="changes by .* from run to run"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from methods import MAPS
+from methods import MAPS, assert_close
 from test_output import (
     DoubledOnce,
+    E,
     L,
     straight,
     tokens,
@@ -122,3 +125,100 @@ def test_a_mixer_that_reaches_nothing_is_said(share):
         said = warnings_of_relevance(model, tokens(), method)
         assert any("does not depend on what a returned" in one for one in said)
     assert not warnings_of_relevance(model, tokens())
+
+
+# What each token is compared with: steps, without a gradient, that other tokens decide on.
+COMPARED = {
+    "their mean": lambda h: h * (h > h.mean(1, keepdim=True)),
+    "their median": lambda h: h * (h > h.median(1, keepdim=True).values),
+    "the first": lambda h: h * (h > h[:, :1]),
+    "those of the largest norm": lambda h: (
+        h * (1 + (h.norm(dim=-1) >= h.norm(dim=-1).topk(4, 1).values[:, -1:]))[..., None]
+    ),
+    "a sign": lambda h: h + h.mean(1, keepdim=True).sign(),
+}
+ENDS = {
+    "between": lambda m, x, change: two(m, x, change),
+    "before the score": lambda m, x, change: m.head(change(m.towards(x))[:, -1]),
+    "before a masked score": lambda m, x, change: m.head(change(m.towards(x))[:, -1]).masked_fill(
+        torch.tensor([True, False, False]), -torch.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_threshold_against_other_tokens_is_hidden(name, end):
+    model = with_forward(lambda m, x: ENDS[end](m, x, COMPARED[name]))
+    with pytest.raises(UnsupportedModelError, match="autograd does not show"):
+        MambaRollout(model).attribute(tokens())
+
+
+# What mixes tokens after the last mixer: a layer, and the weights with which one token reads all.
+AFTER = {
+    "a layer over time": (
+        lambda m, h: h + (m.time.weight @ h),
+        lambda m: torch.eye(L)[-1] + m.time.weight[-1],
+    ),
+    "a token shift": (
+        lambda m, h: h + 2 * h.roll(1, 1),
+        lambda m: torch.eye(L)[-1] + 2 * torch.eye(L)[-2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_latim_follows_what_mixes_tokens_after_the_last_mixer(name):
+    mix, weights = AFTER[name]
+
+    def mixed(m, x):
+        return m.head(nn.functional.layer_norm(mix(m, m.towards(x)), (E,))[:, -1])
+
+    def pooled(m, x):
+        h = (m.towards(x) * weights(m)[:, None]).sum(1)
+        return m.head(nn.functional.layer_norm(h, (E,)))
+
+    found, truth = (
+        LaTIM(with_forward(forward)).attribute(tokens(), target=1) for forward in (mixed, pooled)
+    )
+    assert_close(found, truth, 1e-9)
+
+
+def copied(m):
+    mixer = copy.deepcopy(m.b)
+    with torch.no_grad():
+        mixer.in_proj.weight.mul_(2)
+    return mixer
+
+
+def rebuilt(m):
+    mixer = type(m.b)(E, state=4, bimamba_type="none").double()
+    held = m.b.state_dict()
+    mixer.load_state_dict(held | {"in_proj.weight": 2 * held["in_proj.weight"]})
+    return mixer
+
+
+@pytest.mark.parametrize("method", MAPS)
+def test_a_mixer_that_is_copied_in_the_run_is_the_copy(method):
+    def forward(of):
+        return lambda m, x: (lambda h: m.head((h + of(m)(h))[:, -1]))(x + m.a(x))
+
+    found, truth = (
+        method(with_forward(forward(of))).attribute(tokens(), target=1) for of in (copied, rebuilt)
+    )
+    assert_close(found, truth, 1e-9)
+
+
+# The graph of a maximum shows the largest token alone.
+LARGEST = {
+    "max_pool": lambda h: nn.functional.max_pool1d(h.mT, L)[..., 0],
+    "cummax": lambda h: h.cummax(1).values[:, -1],
+    "sort": lambda h: h.sort(1).values[:, -1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_maximum_over_tokens_is_not_hidden(name, dtype):
+    model = with_forward(lambda m, x: m.head(LARGEST[name](m.towards(x)))).to(dtype)
+    assert not warnings_of_relevance(model, tokens().to(dtype), MambaRollout)

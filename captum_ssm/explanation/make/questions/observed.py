@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def observed(run: Run, ids: Tensor) -> Observed:
         output = module(ids, **arguments)
     if any(draws):
         with torch.no_grad():
-            warn_of_randomness(module, (output, module(ids, **arguments)))
+            warn_of_randomness(module, partial(module, ids, **arguments))
     logits = first_of(output) if places_of(output, ids) else extract_logits(output)
     watch.see(logits)
     return Observed(ids, output, watch.maker_of(logits), watch.read_at)
