@@ -26,6 +26,7 @@ from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, has_a_rule
 from captum_ssm.capture import FrozenCall, FrozenModel, Request
 from captum_ssm.capture.finite import check_finite
 from captum_ssm.capture.recording import require_graph
+from captum_ssm.capture.unknown_mixers import warn_of_unknown
 from captum_ssm.discovery.measure.unfused import fused_norms
 from captum_ssm.discovery.scans import FunctionCall, intercepted
 from captum_ssm.errors import UnsupportedModelError
@@ -37,7 +38,7 @@ from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import tensors_in, with_first
 from captum_ssm.wiring.cuts import MixerCut
-from captum_ssm.wiring.wiring import Wiring
+from captum_ssm.wiring.wiring import Read
 
 # Norms of PyTorch, which are single nodes of the graph.
 _RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
@@ -250,13 +251,16 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
         UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
     """
     wiring = frozen.require_wiring()
-    _check_shares(wiring)
+    warn_of_unknown(frozen.request.module, wiring.unknown or None)
+    read = wiring.read
+    _check_shares([wiring.steps[i].reads for i in read])
     mixers: dict[int, list[_Mixer]] = {}
     pairs = graph.coefficients()
     for layer, cut, pair in zip(frozen.layers, graph.cuts, pairs, strict=True):
-        mixers.setdefault(layer.step, []).append((layer, cut, *pair))
+        if layer.step in read:
+            mixers.setdefault(layer.step, []).append((layer, cut, *pair))
     # The steps before which something leaves the stream that is read again past them.
-    reads = [*(step.reads for step in wiring.steps), wiring.output]
+    reads = [*(wiring.steps[i].reads for i in read), wiring.output]
     left = {max(earlier, -1) + 1 for read in reads for earlier, _ in read[1:]}
     steps = {
         step: _step(group, frozen.shape[0], is_left=step in left) for step, group in mixers.items()
@@ -270,7 +274,7 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     first = frozen.layers[0]
     score = graph.score.detach().to(first.device, first.call.dtype)
     scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
-    layers = [scaled[layer.name] for layer in frozen.layers]
+    layers = [scaled.get(layer.name, layer) for layer in frozen.layers]
     return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)
 
 
@@ -282,12 +286,9 @@ def _obeys_rules(module: nn.Module) -> bool:
     return all(isinstance(part, _RULED) or not has_a_rule(part) for part in outside)
 
 
-def _check_shares(wiring: Wiring) -> None:
-    starts = sum(all(read < 0 for read, _ in step.reads) for step in wiring.steps)
-    joined = any(
-        len(step.reads) > 1 and any(link.share is None for _, link in step.reads)
-        for step in wiring.steps
-    )
+def _check_shares(reads: Sequence[tuple[Read, ...]]) -> None:
+    starts = sum(all(earlier < 0 for earlier, _ in one) for one in reads)
+    joined = any(len(one) > 1 and any(link.share is None for _, link in one) for one in reads)
     if joined or starts > 1:
         raise UnsupportedModelError(
             "LaTIM follows residual streams from grid to grid, and this model has branches: in "

@@ -19,10 +19,13 @@ from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep, dot, out
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.capture.recording import Recording
+from captum_ssm.graph.points import Point
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.mixers import MixerCall, find_mixers
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.copies import original
+from captum_ssm.wiring.mixing_test import is_mixed
+from captum_ssm.wiring.token_order import Orders
 
 _ELSE = "pass layer= and another aggregation for a map of one layer."
 
@@ -45,6 +48,11 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     live, frozen = frozen.live, replace(frozen, live=None)
     groups = [list(group) for _, group in groupby(frozen.layers, lambda layer: layer.step)]
     final, direction = _read_out(frozen, groups[-1])
+    if frozen.wiring.unknown is not None and _is_mixed(final, live):
+        raise UnreadStreamError(
+            "tokens are mixed by no known mixer between the last one and what the score is read "
+            f"from, so the residual stream is not that of single tokens; {_ELSE}"
+        )
     # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
     # embeddings) is in no step; what comes of it is local to the tokens.
     read = [(group, _stream_before(group[0], frozen)) for group in groups]
@@ -69,6 +77,22 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     # What is read by a function without a rule is not the stream times the direction.
     score = frozen.require_score().to(direction) if frozen.unruled else dot(direction, final)
     return Decomposition(replace(frozen, layers=layers), steps, score)
+
+
+def _is_mixed(final: Tensor, live: Recording | None) -> bool:
+    # Whether the tokens of the stream depend on others of the last mixers, by the graph of the run.
+    stream = _in_graph(final, live)
+    if live is None or stream is None:
+        return False
+    exits = {i: port.exit for i, port in enumerate(live.ports)}
+    end = {len(exits): Point.of(stream)}
+    return is_mixed(end, exits, Orders(live.request.batch))
+
+
+def _in_graph(x: Tensor, live: Recording | None) -> Tensor | None:
+    # What a recorded module was given, in the graph of the run.
+    recorded = () if live is None else map(first_input, live.others)
+    return next((y for y in recorded if y.data_ptr() == x.data_ptr() and y.requires_grad), None)
 
 
 def _stream_after(
@@ -116,10 +140,7 @@ def _scales_of_graph(
 ) -> Tensor | None:
     # How strongly each channel of the stream takes in each mixer's output, (E, mixers), at one
     # token. None unless the stream is in the graph of the run, as the input of a recorded module.
-    recorded = () if live is None else map(first_input, live.others)
-    stream = next(
-        (x for x in recorded if x.data_ptr() == after.data_ptr() and x.requires_grad), None
-    )
+    stream = _in_graph(after, live)
     if live is None or stream is None or stream.shape != after.shape:
         return None
     ports = dict(zip((call.order for call in live.calls), live.ports, strict=True))
