@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture import resolve_model, unwrap
-from captum_ssm.capture.session import IS_RECORDED
+from captum_ssm.capture.session import IS_RECORDED, without_compiler
 from captum_ssm.capture.substitute import without_autocast
 from captum_ssm.capture.unknown_mixers import adapter_of
 from captum_ssm.errors import ReconstructionError, UnsupportedModelError
@@ -83,14 +83,13 @@ def edited(
     paths = {module: path for path, module in chosen.items()}
     edits = _Edits(model, paths, edit, check, _Unedited() if unedited else None)
     # A run of the user's model, whose memory is malloc's as far as malloc keeps it.
-    with workspace(32 * MIB), without_checkpoints(), _noticed(edits):
+    with workspace(32 * MIB), without_checkpoints(), without_compiler(), _noticed(edits):
         yield
     missed = [path for path in chosen if path not in edits.reached]
     if missed:
         raise UnsupportedModelError(
             f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
-            "it to run the model in this thread. Name the layers that it runs, and leave models "
-            "uncompiled (torch.compile does not see changes that come later)."
+            "it to run the model in this thread. Name the layers that it runs."
         )
 
 

@@ -282,6 +282,14 @@ def test_a_compiled_model_behind_a_function(compiling):
         for given in (model, compiled):
             explained = method(lambda t: compiled(t, use_cache=False).logits, given)
             torch.testing.assert_close(explained.attribute(TOKENS, target=5), truth)
+    edges = {"sources": 2, "targets": -1, "layers": 0}
+    with torch.no_grad():
+        plain = build("mamba", num_hidden_layers=1)
+        with knockout(plain, **edges):
+            truth = plain(TOKENS).logits
+        with knockout(model, **edges):
+            found = compiled(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(found, truth)
     compiled(TOKENS, use_cache=False)
     assert len(graphs) == count  # neither compiled for the recording, nor anew behind it
 
