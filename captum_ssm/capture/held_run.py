@@ -37,6 +37,7 @@ class HeldRun:
         held (sequence of Tensor, optional): the starts; none are held in a first run. Default: ()
         results (dict, optional): by path, what the mixers returned in the first run.
             Default: ``{}``
+        with_output (bool, optional): the output is an end, too. Default: True
 
     Attributes:
         starts (list of Tensor): the inputs, and what mixers returned.
@@ -47,6 +48,7 @@ class HeldRun:
     copies: ExitStack
     held: Sequence[Tensor] = ()
     results: dict[str, list[Any]] = field(default_factory=dict)
+    with_output: bool = True
     starts: list[Tensor] = field(default_factory=list, init=False)
     ends: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
     _paths: dict[nn.Module, str] = field(default_factory=dict, init=False)
@@ -70,18 +72,22 @@ class HeldRun:
             random_state_kept(),
         ):
             output = extract_logits(request.run(tuple(inputs)))
-        self._end("the output", output)
+        # Nothing is explained of an output without a graph, and whole maps need none.
+        has_graph = output.requires_grad or not any(end.requires_grad for _, end in self.ends)
+        self.with_output = self.with_output and has_graph
+        if self.with_output:
+            self._end("the output", output)
 
     def moved(self, steps: Sequence[Tensor]) -> list[Tensor] | str:
         """The ends after steps of the starts; why they cannot be compared, in words."""
         held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
         try:
-            after = HeldRun(self.request, self.copies, held, self.results).ends
+            again = HeldRun(self.request, self.copies, held, self.results, self.with_output)
         except _OTHER_CHOICE as error:
             return f"{type(error).__name__}: {error}"
-        if [end.shape for _, end in after] != [end.shape for _, end in self.ends]:
+        if [end.shape for _, end in again.ends] != [end.shape for _, end in self.ends]:
             return "other mixers ran, or on other numbers of tokens"
-        return [end for _, end in after]
+        return [end for _, end in again.ends]
 
     def is_repeated(self) -> bool:
         """Whether the same starts lead to the same ends again."""

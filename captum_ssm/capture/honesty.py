@@ -62,12 +62,24 @@ class Hidden:
         name (str): what it is.
         share (float, optional): the part of a small change there that the graph does not show,
             where it shows the tokens that it comes from. Default: None, where it does not
+        is_choice (bool, optional): it stays as it is until it jumps. Default: False
     """
 
     name: str
     share: float | None = None
+    is_choice: bool = False
+
+    @property
+    def is_wiring(self) -> bool:
+        """Whether small changes go other ways than the graph shows."""
+        return self.share is None and not self.is_choice
 
     def __str__(self) -> str:
+        if self.is_choice:
+            return (
+                f"{self.name} depends on a choice between tokens (an order, a threshold, the "
+                "largest of them), which the explanation takes as a constant"
+            )
         part = "" if self.share is None else f", for {self.share:.0%} of what they change there"
         return (
             f"{self.name} depends on tokens in a way that autograd does not show (a detach() or "
@@ -79,7 +91,7 @@ class Hidden:
 def check_honesty(request: Request, structure: frozenset[Any], operations: frozenset[Any]) -> None:
     """Raise where tokens are made of others than the graph between the mixers shows.
 
-    Where they are made of these by more than it shows, a warning says so.
+    Where they are made of these by more than it shows, or by a choice, a warning says so.
 
     Args:
         request (Request): of a model that runs here. A text is looked at by some of its tokens.
@@ -93,7 +105,7 @@ def check_honesty(request: Request, structure: frozenset[Any], operations: froze
     # What is hidden may be gone from a graph that is made of less.
     is_known = structure == known.hidden_in if known.hidden else structure <= known.honest
     found = known.hidden if is_known else look_for_hidden(request, structure, operations)
-    if found is not None and found.share is None:
+    if found is not None and found.is_wiring:
         raise UnsupportedModelError(
             f"{found}, so that it cannot be told which row of a map is read where. Expected "
             "mixers that are connected by differentiable operations. The maps of single layers "
@@ -160,21 +172,27 @@ def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
             with GradientsStayOn():
                 run = HeldRun(request, copies)
         promise = Promise([end for _, end in run.ends], run.starts)
-    is_compared, reason, unshown = False, "none of them was seen in a run", None
+    is_compared, reason = False, "none of them was seen in a run"
+    unshown: Hidden | None = None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         several = _steps(run.starts, generator)
-        for steps in (*several[:-1], *_of_others(run.starts, promise, generator)):
-            found = _from_others(run, promise, steps)
-            if isinstance(found, Hidden):
+        tried = [(steps, False) for steps in several[:-1]]
+        tried += [(steps, True) for steps in _of_others(run.starts, promise, generator)]
+        for steps, are_others in tried:
+            found = _from_others(run, promise, steps, choices=are_others)
+            if isinstance(found, Hidden) and found.is_wiring:
                 return found if run.is_repeated() else None
-            is_compared |= found is None
-            reason = reason if found is None else found
+            if isinstance(found, str):
+                reason = found
+            else:
+                is_compared, unshown = True, unshown or found
         small = _Small.of(run, promise) if is_compared else None
         if small is not None and small.misses(run):
             # The last steps, and more of them, are taken where there is a doubt.
             found = _from_others(run, promise, several[-1])
-            unshown = found if isinstance(found, Hidden) else _unshown(run, promise, small)
+            more = found if isinstance(found, Hidden) else _unshown(run, promise, small)
+            unshown = more or unshown
     if unshown is not None and run.is_repeated():
         return unshown
     if not is_compared:
@@ -188,9 +206,11 @@ def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
     return None
 
 
-def _from_others(run: HeldRun, promise: Promise, steps: Sequence[Tensor]) -> Hidden | str | None:
+def _from_others(
+    run: HeldRun, promise: Promise, steps: Sequence[Tensor], *, choices: bool = False
+) -> Hidden | str | None:
     # What steps of some tokens change, and the graph says that it does not depend on these; why
-    # they cannot be compared, in words.
+    # they cannot be compared, in words. What jumps may be a mere choice, such as an order.
     after = run.moved(steps)
     if isinstance(after, str):
         return after
@@ -199,35 +219,42 @@ def _from_others(run: HeldRun, promise: Promise, steps: Sequence[Tensor]) -> Hid
         for (name, before), there in zip(run.ends, after, strict=True)
     ]
     least = _LEAST * max(float(change.nan_to_num(posinf=0.0).amax()) for _, change in moved)
+    choice = None
     for k, ((name, change), depends) in enumerate(zip(moved, promise(steps), strict=True)):
         doubtful = (~depends & (change > least)).nonzero().tolist()
         denied = [tuple(one) for one in doubtful if not promise.is_shown(k, tuple(one), steps)]
-        if denied and _is_hidden(run, k, max(denied, key=lambda one: change[one]), steps, change):
-            return Hidden(name)
-    return None
+        if denied:
+            token = max(denied, key=lambda one: change[one])
+            first, jump = _beginning(run, k, token, steps, float(change[token]))
+            # A maximum over tokens, of which the graph shows the largest, only bends where others
+            # become the largest.
+            jumps = jump > _LEAST_SHARE * float(change[token])
+            if first == 0 or (jumps and not choices):
+                return Hidden(name)
+            if jumps:
+                choice = choice or Hidden(name, is_choice=True)
+    return choice
 
 
-def _is_hidden(
-    run: HeldRun, end: int, token: tuple[int, ...], steps: Sequence[Tensor], change: Tensor
-) -> bool:
-    # Whether a token that steps change does so from the first part of them on, or jumps. A maximum
-    # over tokens, of which the graph shows the largest, only bends where others become the largest.
+def _beginning(
+    run: HeldRun, end: int, token: tuple[int, ...], steps: Sequence[Tensor], change: float
+) -> tuple[float, float]:
+    # The part of the steps up to which they do not change a token, and by how much it jumps there.
     before = run.ends[end][1]
     eps = torch.finfo(before.dtype).eps
-    low, high, there = 0.0, 1.0, float(change[token])
+    low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         after = run.moved([middle * step for step in steps])
         if isinstance(after, str):
-            return True  # it chooses otherwise
+            break  # it runs other parts there
         found = float(_changes(before, after[end])[token])
         if found > 0:
-            high, there = middle, found
+            high, change = middle, found
         else:
             low = middle
     size = float(before[token].nan_to_num(0.0, 0.0, 0.0).double().norm())
-    jump = there - 2 * _ROUNDINGS * eps * size
-    return low <= eps or jump > _LEAST_SHARE * float(change[token])
+    return low, change - 2 * _ROUNDINGS * eps * size
 
 
 def _changes(before: Tensor, after: Tensor) -> Tensor:

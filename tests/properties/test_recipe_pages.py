@@ -134,6 +134,7 @@ RESULTS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*depends on tokens in a way that autograd does not show")
+@pytest.mark.filterwarnings("ignore:.*depends on a choice between tokens")
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - ELSEWHERE))
 def test_the_code_of_a_recipe_runs(page, installed):
     names = run(page)
