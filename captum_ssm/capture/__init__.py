@@ -15,8 +15,8 @@ be put back. A call goes through these files:
 - ``target`` reads the query tokens and the score of a target, ``span_target`` those of an answer;
 - ``check`` recomputes each frozen mixer, to the ``tolerances`` of its dtype, ``finite`` looks at
   its numbers, ``wider_dtype`` runs it once more where rounding leaves a doubt, ``honesty`` (by
-  ``held_run`` and ``promise``) and ``randomness`` test whether one run can be trusted at all, and
-  ``operations`` tells for which others what was found of it holds;
+  ``held_run``, ``token_steps`` and ``promise``) and ``randomness`` test whether one run can be
+  trusted at all, and ``operations`` tells for which others what was found of it holds;
 - ``frozen_model`` is the result, and ``freezing`` makes it of a request.
 """
 

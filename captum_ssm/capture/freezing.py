@@ -97,7 +97,8 @@ def freeze(
             found = recording.wiring or found
         recording = detached(recording)
     if wiring and not plan.own_graph and found.refused is None:
-        check_honesty(request, found.structure, recording.operations)
+        is_read = query or gradients
+        check_honesty(request, found.structure, recording.operations, with_output=is_read)
     weights: list[Tensor] | None = None
     if query:
         if found.refused is not None:

@@ -34,10 +34,10 @@ class HeldRun:
     Args:
         request (Request): what is run. Each run begins with the model as it is.
         copies (ExitStack): closes the copies that are run.
+        with_output (bool): the output is an end, too.
         held (sequence of Tensor, optional): the starts; none are held in a first run. Default: ()
         results (dict, optional): by path, what the mixers returned in the first run.
             Default: ``{}``
-        with_output (bool, optional): the output is an end, too. Default: True
 
     Attributes:
         starts (list of Tensor): the inputs, and what mixers returned.
@@ -46,9 +46,9 @@ class HeldRun:
 
     request: Request
     copies: ExitStack
+    with_output: bool
     held: Sequence[Tensor] = ()
     results: dict[str, list[Any]] = field(default_factory=dict)
-    with_output: bool = True
     starts: list[Tensor] = field(default_factory=list, init=False)
     ends: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
     _paths: dict[nn.Module, str] = field(default_factory=dict, init=False)
@@ -72,9 +72,6 @@ class HeldRun:
             random_state_kept(),
         ):
             output = extract_logits(request.run(tuple(inputs)))
-        # Nothing is explained of an output without a graph, and whole maps need none.
-        has_graph = output.requires_grad or not any(end.requires_grad for _, end in self.ends)
-        self.with_output = self.with_output and has_graph
         if self.with_output:
             self._end("the output", output)
 
@@ -82,7 +79,7 @@ class HeldRun:
         """The ends after steps of the starts; why they cannot be compared, in words."""
         held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
         try:
-            again = HeldRun(self.request, self.copies, held, self.results, self.with_output)
+            again = HeldRun(self.request, self.copies, self.with_output, held, self.results)
         except _OTHER_CHOICE as error:
             return f"{type(error).__name__}: {error}"
         if [end.shape for _, end in again.ends] != [end.shape for _, end in self.ends]:

@@ -12,10 +12,10 @@ graph's derivative along it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,21 +25,15 @@ from captum_ssm.capture.held_run import HeldRun
 from captum_ssm.capture.promise import Promise
 from captum_ssm.capture.record import GradientsStayOn, record
 from captum_ssm.capture.request import Request
+from captum_ssm.capture.token_steps import STEP, steps_of_others, steps_of_some
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.registry import known_of
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.retry import retry_with_copies
-from captum_ssm.wiring.mixing_test import halves
 
 # Texts are cut to so many tokens.
 _FEW = 32
-# In so many steps some of the tokens are moved: two halves of them and their rests, which tell
-# three of four pairs of tokens apart. The last is taken only where the sizes leave a doubt.
-_STEPS = 4
-# The size of a step, of that of the tokens: what is rounded between them has to move as well. Long
-# steps are of tokens that the output does not read.
-_STEP, _LONG = 0.3, 1.0
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
 # The sizes are compared by a step forth and one back, of so much of the tokens' size, of the eps of
@@ -88,7 +82,13 @@ class Hidden:
         )
 
 
-def check_honesty(request: Request, structure: frozenset[Any], operations: frozenset[Any]) -> None:
+def check_honesty(
+    request: Request,
+    structure: frozenset[Any],
+    operations: frozenset[Any],
+    *,
+    with_output: bool = True,
+) -> None:
     """Raise where tokens are made of others than the graph between the mixers shows.
 
     Where they are made of these by more than it shows, or by a choice, a warning says so.
@@ -97,6 +97,8 @@ def check_honesty(request: Request, structure: frozenset[Any], operations: froze
         request (Request): of a model that runs here. A text is looked at by some of its tokens.
         structure (frozenset): what the graph is made of. A model is looked at once for each.
         operations (frozenset): those of it that are functions which the run called.
+        with_output (bool, optional): look at what the output is made of, too. Whole maps do not
+            depend on it. Default: True
 
     Raises:
         UnsupportedModelError: naming what is made so.
@@ -104,19 +106,26 @@ def check_honesty(request: Request, structure: frozenset[Any], operations: froze
     known = known_of(request.module)
     # What is hidden may be gone from a graph that is made of less.
     is_known = structure == known.hidden_in if known.hidden else structure <= known.honest
-    found = known.hidden if is_known else look_for_hidden(request, structure, operations)
+    found: Hidden | None = known.hidden
+    if not with_output and (found or not is_known):
+        found = _look_before_the_output(request, structure, operations)
+    elif not is_known:
+        found = look_for_hidden(request, structure, operations)
     if found is not None and found.is_wiring:
         raise UnsupportedModelError(
             f"{found}, so that it cannot be told which row of a map is read where. Expected "
             "mixers that are connected by differentiable operations. The maps of single layers "
             "are right all the same (captum_ssm.hidden_attention)."
         )
-    warn_of_hidden(request.module)
+    _warn(found)
 
 
 def warn_of_hidden(model: nn.Module) -> None:
     """Warn where :func:`look_for_hidden` last found something in a model."""
-    found = known_of(model).hidden
+    _warn(known_of(model).hidden)
+
+
+def _warn(found: Hidden | None) -> None:
     if found is not None:
         warnings.warn(
             f"{found}, so relevance may be missing, or lie on other tokens. It is right where only "
@@ -135,8 +144,6 @@ def look_for_hidden(
     The arguments are those of :func:`check_honesty`.
     """
     known = known_of(request.module)
-    if any(p.is_inference() for p in request.module.parameters()):
-        return None
     known.hidden = found = _found(request, operations)
     if found is None:
         known.honest |= structure
@@ -145,40 +152,59 @@ def look_for_hidden(
     return found
 
 
-def _found(request: Request, operations: frozenset[Any]) -> Hidden | None:
+@repeated
+def _look_before_the_output(
+    request: Request, structure: frozenset[Any], operations: frozenset[Any]
+) -> Hidden | None:
+    known, place = known_of(request.module), ("before the output", structure)
+    if place in known.honest:
+        return None
+    found = _found(request, operations, with_output=False)
+    known.honest |= frozenset() if found else {place}
+    return found
+
+
+def _found(
+    request: Request, operations: frozenset[Any], *, with_output: bool = True
+) -> Hidden | None:
+    if any(p.is_inference() for p in request.module.parameters()):
+        return None
     short = request.shortened(_FEW)
     if short is not None:
         with suppress(Exception):  # a model, or an argument, that cannot be shortened
             if operations <= record(short).operations:  # else a branch is for long texts
-                return _looked_at(short)
-    return _looked_at(request)
+                return _looked_at(short, with_output)
+    return _looked_at(request, with_output)
 
 
-def _looked_at(request: Request) -> Hidden | None:
+def _looked_at(request: Request, with_output: bool) -> Hidden | None:
     def look() -> Hidden | None:
         with ExitStack() as copies:
-            return _hidden(request, copies)
+            return _hidden(partial(HeldRun, request, copies, with_output))
 
     with plain_graph(), torch.inference_mode(False):
         # A model may write into what its own backward pass needs.
         return retry_with_copies(look)
 
 
-def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
+def _hidden(held: Callable[[], HeldRun]) -> Hidden | None:
     # What depends on more than the graph shows.
     with torch.enable_grad():
-        run = HeldRun(request, copies)
+        run = held()
         if not any(end.requires_grad for _, end in run.ends):  # all of it runs under no_grad()
             with GradientsStayOn():
-                run = HeldRun(request, copies)
+                run = held()
         promise = Promise([end for _, end in run.ends], run.starts)
     is_compared, reason = False, "none of them was seen in a run"
     unshown: Hidden | None = None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        several = _steps(run.starts, generator)
+        several = steps_of_some(run.starts, generator)
+        # The last of them are taken only where the sizes leave a doubt.
         tried = [(steps, False) for steps in several[:-1]]
-        tried += [(steps, True) for steps in _of_others(run.starts, promise, generator)]
+        if run.with_output:
+            others = steps_of_others(run.starts, promise, generator)
+            tried += [(steps, True) for steps in others]
         for steps, are_others in tried:
             found = _from_others(run, promise, steps, choices=are_others)
             if isinstance(found, Hidden) and found.is_wiring:
@@ -189,7 +215,6 @@ def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
                 is_compared, unshown = True, unshown or found
         small = _Small.of(run, promise) if is_compared else None
         if small is not None and small.misses(run):
-            # The last steps, and more of them, are taken where there is a doubt.
             found = _from_others(run, promise, several[-1])
             more = found if isinstance(found, Hidden) else _unshown(run, promise, small)
             unshown = more or unshown
@@ -197,7 +222,7 @@ def _hidden(request: Request, copies: ExitStack) -> Hidden | None:
         return unshown
     if not is_compared:
         warnings.warn(
-            f"{type(request.module).__name__} could not be run with its tokens moved a little "
+            f"{type(run.request.module).__name__} could not be run with its tokens moved a little "
             f"({reason}), so nothing checks that autograd shows all that lies between its mixers. "
             "The relevance is right if no detach() or torch.no_grad() hides a part of it.",
             UserWarning,
@@ -325,8 +350,8 @@ def _unshown(run: HeldRun, promise: Promise, small: _Small) -> Hidden | None:
         left = float((seed * changed).sum()) - promise.of(k, seed, steps)
         if left <= float(allowed[doubtful].sum()):
             continue
-        after = run.moved([_STEP / length * step for step in steps])
-        far = None if isinstance(after, str) else (after[k].double() - before) * (length / _STEP)
+        after = run.moved([STEP / length * step for step in steps])
+        far = None if isinstance(after, str) else (after[k].double() - before) * (length / STEP)
         if far is None or (
             _goes_on(changed, far, doubtful) and _goes_on(missing, far - known, doubtful)
         ):
@@ -339,55 +364,3 @@ def _goes_on(change: Tensor, far: Tensor, at: Tensor) -> bool:
     # stands still in small ones, and a norm of nearly nothing does in long ones.
     small, far = change[at], far[at]
     return float((small * far).sum()) > 0.5 * float(small.square().sum())
-
-
-def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
-    # Steps that move some of the tokens each.
-    axes = [*map(_axis, starts)]
-    sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
-    chosen = {n: [*islice(halves(n, generator), _STEPS)] for n in sizes}
-    found = []
-    for k in range(max(map(len, chosen.values()), default=0)):
-        steps = []
-        for x, axis in zip(starts, axes, strict=True):
-            sets = chosen[x.shape[axis]]
-            shape = [1] * x.dim()
-            shape[axis] = -1
-            step = _noise(x, generator)
-            steps.append(step * sets[k % len(sets)].to(x.device).view(shape))
-        found.append(steps)
-    return found
-
-
-def _of_others(
-    starts: Sequence[Tensor], promise: Promise, generator: torch.Generator
-) -> Iterator[list[Tensor]]:
-    # Steps forth and back of the tokens of which the output reads none, as the graph says, and one
-    # that erases them. Where the output is read off one token, half of the others may not move what
-    # that token is compared with.
-    reads = [one.movedim(_axis(one), 1)[..., None].flatten(2).any(-1) for one in promise.reads(-1)]
-    others = []
-    for x in starts:
-        alike = [one.to(x.device) for one in reads if one.shape == (x.shape[0], x.shape[_axis(x)])]
-        shape = [1] * x.dim()
-        shape[0], shape[_axis(x)] = alike[0].shape
-        others.append(~torch.stack(alike).any(0).view(shape))
-    if any(bool(one.any()) for one in others):
-        pairs = [*zip(starts, others, strict=True)]
-        steps = [_LONG / _STEP * _noise(x, generator) * one for x, one in pairs]
-        yield from (steps, [-step for step in steps])
-        yield [-x.detach() * one for x, one in pairs]
-
-
-def _axis(x: Tensor) -> int:
-    # The axis of the tokens, for which the columns of an image stand.
-    return 1 if x.dim() < 4 else -1
-
-
-def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    # A step of all tokens, of which each has a part of its own, and all have one together: a mean
-    # over tokens has to move as well.
-    size = _STEP * x.detach().double().square().mean().sqrt().clamp(min=1e-6)
-    noise = torch.randn(x.shape, generator=generator)
-    noise = noise + noise.mean(_axis(x), keepdim=True) * x.shape[_axis(x)] ** 0.5
-    return (noise.to(x.device) * size).to(x.dtype)
