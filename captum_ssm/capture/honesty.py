@@ -144,6 +144,8 @@ def look_for_hidden(
     The arguments are those of :func:`check_honesty`.
     """
     known = known_of(request.module)
+    if _is_of_inference(request):
+        return None
     known.hidden = found = _found(request, operations)
     if found is None:
         known.honest |= structure
@@ -157,18 +159,21 @@ def _look_before_the_output(
     request: Request, structure: frozenset[Any], operations: frozenset[Any]
 ) -> Hidden | None:
     known, place = known_of(request.module), ("before the output", structure)
-    if place in known.honest:
+    if place in known.honest or _is_of_inference(request):
         return None
     found = _found(request, operations, with_output=False)
     known.honest |= frozenset() if found else {place}
     return found
 
 
+def _is_of_inference(request: Request) -> bool:
+    # Weights that were made under inference mode have no graph, and nobody counts writes to them.
+    return any(p.is_inference() for p in request.module.parameters())
+
+
 def _found(
     request: Request, operations: frozenset[Any], *, with_output: bool = True
 ) -> Hidden | None:
-    if any(p.is_inference() for p in request.module.parameters()):
-        return None
     short = request.shortened(_FEW)
     if short is not None:
         with suppress(Exception):  # a model, or an argument, that cannot be shortened

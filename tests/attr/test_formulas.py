@@ -451,7 +451,7 @@ def test_a_rollout_of_every_token_needs_no_readout():
     model = Classifier("mean")
     for method in (MambaRollout, UnifiedImplicitAttention):
         options = {"aggregation": "rollout"} if method is UnifiedImplicitAttention else {}
-        explain = method(lambda t: model(t).detach(), model)
+        explain = method(lambda t: model(t).detach().round(), model)
         assert explain.rollout(ids(2, 7), **options).shape == (2, 7, 7)
         with pytest.raises(ValueError, match=r"the output depends on|target does not depend"):
             explain.attribute(ids(2, 7), target=1)
