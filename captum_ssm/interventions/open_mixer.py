@@ -108,9 +108,11 @@ class OpenMixer:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
         if self.projection is None:
             mixer = self.mixer if self.unedited is None else self.unedited.mixer
-            own, change = self.call.output, mixer.projected(gated) - self.output
+            own, before, after = self.call.output, self.output, mixer.projected(gated)
         else:
-            own, change = self.projection.given, gated - self.gated
+            own, before, after = self.projection.given, self.gated, gated
+        before, after = before.reshape(own.shape), after.reshape(own.shape)
+        change = after - before
         if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
@@ -118,5 +120,19 @@ class OpenMixer:
                 "intervention's change; expected torch.no_grad(). Or register an adapter with "
                 "captum_ssm.register_mixer(module_type, freeze)."
             )
-        edited = own + change.reshape(own.shape).to(own.dtype)
+        edited = own + change
+        edited = (edited + _rounded_away(own, before, after, edited)).to(own.dtype)
         return edited if self.projection is None else self.projection.of(edited)
+
+
+@torch.no_grad()
+def _rounded_away(own: Tensor, before: Tensor, after: Tensor, edited: Tensor) -> Tensor:
+    """What rounding takes from ``edited``, which is ``own + (after - before)``.
+
+    The module's own result and the frozen mixer's, ``before``, differ by rounding. What is left
+    keeps its share of that, and where nothing is left it is zero: a norm that follows would scale
+    the rounding of what is removed up to the size of a token. What is not edited stays as it is.
+    """
+    share = (after / before).abs().nan_to_num(1.0).clamp(max=1)
+    exact = after + share * (own - before)
+    return torch.where(after == before, 0, exact - edited)

@@ -127,3 +127,28 @@ def test_what_follows_a_projection_is_noticed():
         run()
     for _ in range(2):
         torch.testing.assert_close(run(), truth)
+
+
+class OwnLinear(nn.Linear):
+    """A layer whose calls are not those of a plain one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, OwnLinear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rounding_is_left_where_no_edge_is(dtype, layer):
+    model, tokens = build("olmo_hybrid").to(dtype), ids(2, L)
+    attention = model.model.layers[1].self_attn
+    attention.o_proj.__class__ = layer
+    outputs: list[Tensor] = []
+    attention.register_forward_hook(lambda module, args, result: outputs.append(result[0]))
+    edges = {1: torch.ones(L, L, dtype=torch.bool).tril()}
+    edges[1][4] = False
+    for _ in range(2):
+        with torch.no_grad(), circuit(model, edges):
+            model(tokens)
+        # The norm after this mixer would scale rounding up to a token's size.
+        assert not outputs[-1][:, 4].any()
+        assert outputs[-1][:, 5].all()
