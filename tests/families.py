@@ -278,7 +278,7 @@ ALIKE = (
     "inkling2",
 )
 # No residual stream that LaTIM could follow: streams that are mixed, convolutions after attention.
-NO_STREAM = ("qwen4_exp", "inkling", "inkling2")
+NO_STREAM = ("qwen4_exp", "glm5_next", "inkling", "inkling2")
 
 
 @built_once

@@ -50,8 +50,8 @@ class FrozenCall:
         check (bool): compare the frozen mixer with what the mixer returned.
         order (Tensor, optional): ``(W, l)``: token t of window w of the mixer's sequences is this
             one of the model's. Default: None, the same
-        scale (Tensor, optional): ``(E,)``, what the model multiplies the mixer's output by. The
-            call and the frozen mixer hold it. Default: None
+        scale (Tensor, optional): ``(E,)`` or ``(B, L, E)``, what the model multiplies the mixer's
+            output by. The call and the frozen mixer hold it. Default: None
     """
 
     name: str
@@ -97,7 +97,7 @@ class FrozenCall:
         return self.call.output.shape[0], self.call.output.shape[1]
 
     def times(self, scale: Tensor) -> FrozenCall:
-        """This call, of a mixer whose output the model multiplies by ``scale (E,)``."""
+        """This call, of a mixer whose output the model multiplies by ``scale``, as above."""
         call = replace(self.call, result=self.call.output * scale.to(self.call.output))
         return replace(self, call=call, scale=scale)
 
@@ -109,7 +109,8 @@ class FrozenCall:
             return x[:1] if x.dim() > 1 and x.shape[0] == B else x
 
         call, source, mask = map_tensors(first, (self.call, self.source, self.mask))
-        return replace(self, call=call, source=source, mask=mask, made=None)
+        scale = self.scale if self.scale is None or self.scale.dim() == 1 else self.scale[:1]
+        return replace(self, call=call, source=source, mask=mask, made=None, scale=scale)
 
     def _read(self) -> FrozenMixer:
         adapter, call = find_adapter(self.source.module), self.source
@@ -126,6 +127,8 @@ class FrozenCall:
 
 
 def _scaled(mixer: FrozenMixer, scale: Tensor) -> FrozenMixer:
+    if scale.dim() > 1:
+        return replace(mixer, out_gate=scale if mixer.out_gate is None else scale * mixer.out_gate)
     project = mixer.out_proj
     return replace(
         mixer,

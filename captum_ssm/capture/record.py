@@ -80,7 +80,9 @@ def record(
 
     whole = gradients and through_mixers
     if not wiring:
-        return _record_once(request, score, also, substitute, None, whole)
+        return retry_with_copies(
+            lambda: _record_once(request, score, also, substitute, None, whole)
+        )
 
     def once(cuts: RunCuts) -> Recording:
         try:
@@ -152,6 +154,7 @@ def _record_once(
             stack.enter_context(watch_modules(modules, before=visits.fill))
         output, found, root_visits = traced(points, request.model, copies, run, visits)
         visits.check_embedded()
+        visits.check_kept()
         calls, other = split_calls(request.model, visits.calls(found, points))
         other = [call for call in other if also is not None and also(call.module)]
         arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}

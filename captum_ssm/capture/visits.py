@@ -24,9 +24,12 @@ from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import channels_of, past_before
+from captum_ssm.utils.clones import version_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.progress import Bar
+from captum_ssm.utils.retry import copies_are_kept
+from captum_ssm.utils.saved_tensors import written_over
 from captum_ssm.wiring.cuts import RunCuts
 
 
@@ -58,6 +61,7 @@ class Visits:
         self.filled = FilledTokens()
         self.operations = Operations()
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
+        self.versions: list[tuple[Tensor, int]] = []  # of what other modules are given and return
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in mixers)
         self.table = input_embeddings(root)
@@ -96,7 +100,9 @@ class Visits:
             _check_ordinary(call)
             _check_device(module, call.path, "is given", call.given_tokens())
             self.pasts[module] = past_before(call)
-        if self.cuts is None or module not in self.mixers:
+        if module not in self.mixers:
+            return map_tensors(Tensor.clone, inputs) if copies_are_kept() else inputs
+        if self.cuts is None:
             return inputs
         # A mixer's forward may run without a graph.
         with torch.set_grad_enabled(self.grad_mode):
@@ -135,6 +141,10 @@ class Visits:
                 visit = None if visit is None else replace(call, result=value)
             if module is self.table:
                 self.filled.embedded(first_of(value))
+            if visit is not None and not (is_mixer or is_table(module)):
+                kept = tensors_in((visit.args, visit.kwargs, visit.result))
+                self.versions += [(x, version_of(x)) for x in kept]
+                value = map_tensors(Tensor.clone, value) if copies_are_kept() else value
             return visit, replace(call, result=value).own[2]
 
     def abandon(self, module: nn.Module) -> None:
@@ -154,6 +164,12 @@ class Visits:
                 replace(call, path=paths[module], order=order, linears=linears, scans=scans)
             )
         return calls
+
+    def check_kept(self) -> None:
+        """Raise where the model has written over what was kept of modules outside the mixers."""
+        for x, version in self.versions:
+            if version_of(x) != version:
+                raise written_over(x, version)
 
     def check_embedded(self) -> None:
         """Raise where the model does not embed the ids of an input as they were given."""

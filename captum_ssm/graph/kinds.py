@@ -41,6 +41,8 @@ PRODUCTS = {
     **dict.fromkeys(("Linear", "MkldnnLinear", "Mm", "Mul", "Mv", "Vdot"), (0, 1)),
     "Trilinear": (0, 1, 2),
 }
+# Products with a matrix.
+MATRICES = frozenset(PRODUCTS) - {"Addcmul", "LinalgCross", "Mul"}
 # Gradient times input is the output: linear, or of degree one, such as a maximum or a norm; up to
 # constants that the function itself puts, such as padding or a limit.
 _LINEAR = """

@@ -22,7 +22,7 @@ _FACTORS = ("Mul", "Div")
 _VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
 
 
-_KEEPING = ("Add", *_VIEWS)
+KEEPING = ("Add", *_VIEWS)
 # Kinds whose inputs are added up, with one of them times a number.
 _WEIGHTED = frozenset(("Add", "Div", "Mul", "Rsub", "Sub"))
 
@@ -244,7 +244,7 @@ class SegmentGraph:
         def keeps(edge: GradientEdge) -> bool:
             name = edge.node.name()
             is_scaled = name.startswith(_FACTORS) and not _is_product(edge.node)
-            return edge.node not in self._ends and (is_scaled or name.startswith(_KEEPING))
+            return edge.node not in self._ends and (is_scaled or name.startswith(KEEPING))
 
         def kept(edge: GradientEdge) -> Iterator[GradientEdge]:
             yield edge

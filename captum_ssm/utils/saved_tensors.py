@@ -44,14 +44,19 @@ def _itself(x: Tensor) -> Callable[[], Tensor]:
 
     def restore() -> Tensor:
         if x._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {tuple(x.shape)}, at version {x._version}; "
-                f"expected version {version}. Let the model compute it out of place."
-            )
+            raise written_over(x, version)
         return x
 
     return restore
+
+
+def written_over(x: Tensor, version: int) -> RuntimeError:
+    """The error for a tensor that was changed in place since it had a version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an "
+        f"inplace operation: a tensor of shape {tuple(x.shape)}, at version {x._version}; "
+        f"expected version {version}. Let the model compute it out of place."
+    )
 
 
 _SAVE: ContextVar[Save] = ContextVar("captum_ssm_save", default=_itself)

@@ -129,7 +129,9 @@ class Alti:
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-30)
         weight = weight.amax(1)  # (B, L): of the target that needs a row most
         rows = (weight != 0).any(0).nonzero()[:, 0]
-        makes_all = tolerance == 0 or self.parts.weight.shape[0] <= NARROW  # of a row's vectors
+        # All vectors of a row are made.
+        is_narrow = self.parts.weight.shape[0] <= NARROW
+        makes_all = tolerance == 0 or is_narrow or self.parts.gate is not None
         # Rows of the least relevance stay what they are.
         order = rows[weight[:, rows].amax(0).argsort()]
         spent = 2 * weight[:, order].cumsum(1)

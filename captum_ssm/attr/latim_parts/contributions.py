@@ -3,11 +3,12 @@ r"""The vector that each token adds to a mixer's output (Pitorro & Treviso, 2025
 With all data-dependent coefficients frozen, the output at token i is a sum over tokens j of
 
 .. math::
-    T_i(x_j) = W_{out}\, n_i \odot g_i \odot \sum_k (\alpha_{i, j+k} + \delta_{i, j+k} s) \odot
-        \varphi_j^{(k)},
+    T_i(x_j) = o_i \odot W_{out}\, n_i \odot g_i \odot
+        \sum_k (\alpha_{i, j+k} + \delta_{i, j+k} s) \odot \varphi_j^{(k)},
 
 where :math:`\varphi_j^{(k)} = f(c_k u_j + [k = 0]\, b)` is the input of token j to the recurrence
-at token j + k, through tap k of the convolution.
+at token j + k, through tap k of the convolution, and :math:`o_i` what follows the output projection
+token by token, such as the gate of a GLU or a norm.
 """
 
 from __future__ import annotations
@@ -51,13 +52,7 @@ class Contributions:
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected one of {ACTIVATIONS}.")
-        if any(mixer.out_gate is not None for mixer in mixers):
-            raise UnsupportedModelError(
-                "a mixer of this model has a gate after its output projection (a GLU), which "
-                "differs by token, and LaTIM's vectors take one projection for all; use another "
-                "method."
-            )
-        self.mixers = mixers
+        self.mixers, self.gate = mixers, _gate_of(mixers)
         self.parts = [
             ScanPart.of(scan, mixer.out_weight, order, weight, activation, mask)
             for mixer in mixers
@@ -90,15 +85,24 @@ class Contributions:
     def vectors(self, index: Tensor) -> Tensor:
         """T_i(x_j) for the rows ``index (B, R)``: ``(B, R, L, E)``."""
         z = self.unprojected(index, self.length)
-        return torch.einsum("ed,bdrl->brle", self.weight, z)
+        vectors = torch.einsum("ed,bdrl->brle", self.weight, z)
+        return vectors if self.gate is None else vectors * self.gate_at(index)[:, :, None]
+
+    def gate_at(self, index: Tensor) -> Tensor:
+        """What follows the output projection at the rows ``index (B, R)``: ``(B, R, E)``."""
+        assert self.gate is not None
+        return self.gate.gather(1, index[..., None].expand(-1, -1, self.gate.shape[2]))
 
     def total(self) -> Tensor:
         """The sum of all contributions at each token, ``(B, L, E)``, in linear time."""
-        return sum_of([part.restore(part.total(), 1) for part in self.parts])
+        return self._gated(sum_of([part.restore(part.total(), 1) for part in self.parts]))
 
     def bias(self) -> Tensor:
         """The part of the output that no token contributes, ``(B, L, E)``."""
-        return sum_of([mixer.out_proj(mixer.remainder()) for mixer in self.mixers])
+        return self._gated(sum_of([mixer.out_proj(mixer.remainder()) for mixer in self.mixers]))
+
+    def _gated(self, y: Tensor) -> Tensor:
+        return y if self.gate is None else y * self.gate
 
     def dot_row(self, direction: Tensor) -> Tensor:
         """sum_i direction_i . T_i(x_j), of ``direction (B, L, E)``: ``(B, L)``, in linear time."""
@@ -110,7 +114,7 @@ class Contributions:
         return self._dots(direction, lambda operator: operator.matrix("mean"))
 
     def _dots(self, direction: Tensor, read: Callable[[TokenOperator], Tensor]) -> Tensor:
-        dots = []
+        dots, direction = [], self._gated(direction)
         for part in self.parts:
             taps = [
                 (lag, read(operator) * operator.channels)
@@ -175,6 +179,7 @@ class Contributions:
         reads no token there is no vector, and the result is zero.
         """
         (B, R), size = index.shape, max(1, BLOCK // len(index))
+        gate = None if self.gate is None else self.gate_at(index).mT[..., None]  # (B, E, R, 1)
         if self.is_sum_of_maps:
             height, block = min(R, size), self._blocks_of_maps(index, columns)
         else:
@@ -185,13 +190,15 @@ class Contributions:
         for top in range(0, R, height):
             rows = slice(top, min(R, top + height))
             for chosen in _even_slices(min(columns, self.columns(tokens[:, rows])), width):
-                out[:, rows, chosen] = reduce(block(rows, chosen), rows, chosen)
+                vectors = block(rows, chosen)
+                vectors = vectors if gate is None else vectors * gate[:, :, rows]
+                out[:, rows, chosen] = reduce(vectors, rows, chosen)
         return out
 
     @property
     def is_sum_of_maps(self) -> bool:
         """Whether a vector is a sum over few maps, as those of attention's heads."""
-        return all(part.is_sum_of_maps for part in self.parts)
+        return self.gate is None and all(part.is_sum_of_maps for part in self.parts)
 
     def distances(self, rows: Tensor, outputs: Tensor, residual: Tensor | None) -> Tensor:
         """The l1 distances of the outputs of some rows ``(R,)`` from their vectors of maps.
@@ -237,6 +244,18 @@ class Contributions:
             return vectors.permute(0, 2, 3, 1)
 
         return block
+
+
+def _gate_of(mixers: Sequence[FrozenMixer]) -> Tensor | None:
+    # What multiplies each token's vectors, (B, L, E); None for nothing.
+    gates = [mixer.out_gate for mixer in mixers]
+    if len(gates) > 1 and any(gate is not None for gate in gates):
+        raise UnsupportedModelError(
+            "one of several mixers side by side has a factor after its output projection that "
+            "differs by token (a GLU, a norm), and LaTIM's vectors of all of them take one; use "
+            "another method."
+        )
+    return gates[0]
 
 
 def _even_slices(length: int, most: int) -> Iterator[slice]:

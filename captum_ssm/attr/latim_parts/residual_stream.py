@@ -2,14 +2,14 @@ r"""The residual stream of a frozen model: what each layer of mixers receives an
 
 In a pre-norm model the stream before a layer is the input of the norm that feeds its mixers, and
 the last norm leads from the stream to the score. What a mixer returns may be multiplied before it
-is added (layer scale, ReZero, residual multipliers). What a layer adds beyond its mixers (an MLP,
-experts) acts on one token at a time and stays with it.
+is added (layer scale, ReZero, residual multipliers, a norm). What a layer adds beyond its mixers
+(an MLP, experts) acts on one token at a time and stays with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -19,11 +19,13 @@ from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep, dot, out
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.capture.recording import Recording
+from captum_ssm.graph.factors import factors, is_kept
 from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.mixers import MixerCall, find_mixers
-from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.copies import original
+from captum_ssm.utils.nested import tensors_in
 from captum_ssm.wiring.mixing_test import is_mixed
 from captum_ssm.wiring.token_order import Orders
 
@@ -34,125 +36,173 @@ class UnreadStreamError(ValueError):
     """It is not known in which direction the score is read from the residual stream."""
 
 
+@dataclass(frozen=True)
+class _Stream:
+    # The residual stream at one place, (B, L, E), and where it is in the graph of the run.
+    values: Tensor
+    point: Point | None = None
+
+    @classmethod
+    def before(cls, call: MixerCall, live: Recording | None) -> _Stream:
+        """What a recorded module was given. A fused norm makes a sum that no graph holds."""
+        values = first_input(call)
+        calls = () if live is None else live.others
+        source = next((one for one in calls if one.order == call.order), None)
+        x = None if source is None else next(tensors_in((source.args, source.kwargs)), None)
+        is_sum = torch.is_tensor(call.arguments.get("residual"))
+        if source is None or x is None or is_sum or not x.requires_grad or x.shape != values.shape:
+            return cls(values)
+        return cls(values, Point.of(x).before_move(source.channels))
+
+
 def stream_of(frozen: FrozenModel) -> Decomposition:
     """A score that a norm or a head reads from one residual stream, of a model frozen with those.
 
     All steps are read in one direction: the gradient of the score after the last norm (the
-    unembedding row of the target token), taken through the norm with its denominator frozen. It is
-    zero for tokens the score is not read from.
+    unembedding row of the target token), taken through the norm with its denominator frozen, times
+    what the stream itself is multiplied by. It is zero for tokens the score is not read from.
 
     Raises:
-        UnreadStreamError: where no norm or head is known that reads it.
+        UnreadStreamError: where no norm or head is known that reads it, or a mixer or an earlier
+            stream is in it by more than a factor.
         ValueError: where a mixer does not add to it.
     """
     live, frozen = frozen.live, replace(frozen, live=None)
     groups = [list(group) for _, group in groupby(frozen.layers, lambda layer: layer.step)]
-    final, direction = _read_out(frozen, groups[-1])
-    if frozen.wiring.unknown is not None and _is_mixed(final, live):
+    last, at_last = _read_out(frozen, groups[-1], live)
+    final = last.values
+    if frozen.wiring.unknown is not None and _is_mixed(last.point, live):
         raise UnreadStreamError(
             "tokens are mixed by no known mixer between the last one and what the score is read "
             f"from, so the residual stream is not that of single tokens; {_ELSE}"
         )
     # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
     # embeddings) is in no step; what comes of it is local to the tokens.
-    read = [(group, _stream_before(group[0], frozen)) for group in groups]
-    read = [(group, before) for group, before in read if before.shape == final.shape]
-    streams = [*(before for _, before in read[1:]), final]
+    read = [(group, _stream_before(group[0], frozen, live)) for group in groups]
+    read = [(group, before) for group, before in read if before.values.shape == final.shape]
+    streams = [*(before for _, before in read[1:]), last]
     steps: dict[int, LayerStep] = {}
     scaled: dict[int, FrozenCall] = {}
-    for (mixers, before), following in zip(read, streams, strict=True):
-        group = _multiplied(mixers, before, _stream_after(mixers, frozen.others, following), live)
+    direction = at_last
+    for (mixers, given), following in reversed([*zip(read, streams, strict=True)]):
+        group, of_stream = _as_added(mixers, given, following, frozen.others, live)
         scaled |= dict(zip(map(id, mixers), group, strict=True))
-        mixed = output_of(group).to(before.dtype)
+        mixed, before = output_of(group).to(final.dtype), of_stream * given.values
         is_alone = frozen.wiring.steps[group[0].step].around == ()
-        if is_alone or (following is not final and torch.equal(following, mixed)):
+        if is_alone or (following is not last and torch.equal(following.values, mixed)):
             raise ValueError(
                 f"what {group[0].name} returned is given on with no residual stream around it; "
                 "expected each mixer to add to one. Use MambaLRP or a rollout, or pass layer= "
                 "and another aggregation for a map of one layer."
             )
-        local = _local(following, before, mixed)
+        local = _local(following.values, before, mixed)
         steps[group[0].step] = LayerStep([(group, direction)], before, direction, local)
+        direction = direction * of_stream
+    steps = dict(sorted(steps.items()))
     layers = [scaled.get(id(layer), layer) for layer in frozen.layers]
     # What is read by a function without a rule is not the stream times the direction.
-    score = frozen.require_score().to(direction) if frozen.unruled else dot(direction, final)
+    score = frozen.require_score().to(at_last) if frozen.unruled else dot(at_last, final)
     return Decomposition(replace(frozen, layers=layers), steps, score)
 
 
-def _is_mixed(final: Tensor, live: Recording | None) -> bool:
+def _is_mixed(stream: Point | None, live: Recording | None) -> bool:
     # Whether the tokens of the stream depend on others of the last mixers, by the graph of the run.
-    stream = _in_graph(final, live)
     if live is None or stream is None:
         return False
     exits = {i: port.exit for i, port in enumerate(live.ports)}
-    end = {len(exits): Point.of(stream)}
-    return is_mixed(end, exits, Orders(live.request.batch))
+    return is_mixed({len(exits): stream}, exits, Orders(live.request.batch))
 
 
-def _in_graph(x: Tensor, live: Recording | None) -> Tensor | None:
-    # What a recorded module was given, in the graph of the run.
-    recorded = () if live is None else map(first_input, live.others)
-    return next((y for y in recorded if y.data_ptr() == x.data_ptr() and y.requires_grad), None)
+def _as_added(
+    group: list[FrozenCall],
+    before: _Stream,
+    following: _Stream,
+    norms: Sequence[MixerCall],
+    live: Recording | None,
+) -> tuple[list[FrozenCall], Tensor]:
+    """The layers of a step, and the factor of the stream before them, as they are in the next one.
+
+    Layers hold what their outputs are multiplied by before they are added: a number per channel
+    (layer scale, ReZero), or a factor that differs by token, as that of a norm after the mixer.
+    Ways through a matrix, as those of an MLP, do not count.
+
+    Raises:
+        UnreadStreamError: where an output, or the stream, is not there by a factor.
+    """
+    one = before.values.new_ones(())
+    after = _stream_after(group, norms, before.values, following.values)
+    is_sum = _is_sum(group, before.values, after)
+    points = [following.point, before.point, *_exits(group, live)]
+    known = [point for point in points if point is not None and point.shape == after.shape]
+    if len(known) < len(points):
+        return (group if is_sum else _fitted(group, before.values, after)), one
+    root, stream, *exits = known
+    if is_sum and is_kept(root, stream):
+        return group, one
+    of_stream, *scales = factors(root, [stream, *exits])
+    # A mixer may be given something else than the stream, such as a sum with the embeddings.
+    of_stream = of_stream if dependencies([root], [stream])[0] else one
+    found = [scale for scale in scales if scale is not None]
+    is_by_token = any(scale.dim() > 1 for scale in found)
+    if of_stream is None or len(found) < len(group) or (is_by_token and len(group) > 1):
+        raise UnreadStreamError(
+            f"what {group[0].name} returned is not added to the residual stream by a factor, or "
+            f"the stream before it is more than multiplied; {_ELSE}"
+        )
+    pairs = zip(group, found, strict=True)
+    layers = [layer if _is_one(scale) else layer.times(scale) for layer, scale in pairs]
+    return layers, one if _is_one(of_stream) else of_stream.to(one)
+
+
+def _exits(group: Sequence[FrozenCall], live: Recording | None) -> list[Point | None]:
+    # Where what the mixers returned is in the graph of the run.
+    if live is None or not live.ports:
+        return [None for _ in group]
+    ports = dict(zip((call.order for call in live.calls), live.ports, strict=True))
+    return [ports[layer.source.order].exit for layer in group]
+
+
+def _is_one(factor: Tensor) -> bool:
+    return bool((factor - 1).abs().max() <= 4 * torch.finfo(factor.dtype).eps)
 
 
 def _stream_after(
-    group: Sequence[FrozenCall], norms: Sequence[MixerCall], following: Tensor
+    group: Sequence[FrozenCall], norms: Sequence[MixerCall], before: Tensor, following: Tensor
 ) -> Tensor:
-    # The stream straight after a layer's mixers: what the next norm is given, as that of an MLP.
+    # The stream straight after a layer's mixers: what the next norm is given, as that of an MLP. A
+    # norm of a branch beside the mixer is given the stream before it.
     last = max(layer.call.order for layer in group)
-    for call in norms:
-        if call.order > last and first_input(call).shape == following.shape:
-            return first_input(call)
-    return following
+    later = (first_input(call) for call in norms if call.order > last)
+    alike = (x for x in later if x.shape == before.shape and not torch.equal(x, before))
+    return next(alike, following)
 
 
-def _multiplied(
-    group: list[FrozenCall], before: Tensor, after: Tensor, live: Recording | None
-) -> list[FrozenCall]:
-    # The layers with what their outputs are multiplied by, a number per channel, if that makes up
-    # for what is added to the stream.
-    added = (after - before).flatten(0, 1).double()  # (B L, E)
-    outputs = [layer.call.output.flatten(0, 1).to(added) for layer in group]
-    # Rounding of the stream, and of what is added to it.
+def _is_sum(group: Sequence[FrozenCall], before: Tensor, after: Tensor) -> bool:
+    # Whether a stream is that before it and what mixers returned, as far as it is rounded.
+    added = (after - before).double()
+    rest = added - output_of(group).to(added)
+    return bool(rest.norm() <= _rounding(added, before))
+
+
+def _rounding(added: Tensor, before: Tensor) -> Tensor:
+    # What may be rounding of the stream, and of what is added to it.
     eps = torch.finfo(before.dtype).eps
-    allowed = 4 * eps * before.double().norm() + max(1e-3, 8 * eps) * added.norm()
-    if bool((added - sum_of(outputs)).norm() <= allowed):
-        return group
-    x = torch.stack(outputs, -1)  # (B L, E, mixers)
-    scales = _scales_of_graph(group, after, live)
-    if scales is None and len(added) <= len(group):
-        raise UnreadStreamError(
-            f"what {group[0].name} returned is multiplied before it is added to the residual "
-            f"stream, by what is not known of {len(added)} tokens without the graph of the run; "
-            "pass more tokens."
-        )
-    if scales is None:  # by least squares over all tokens
+    return 4 * eps * before.double().norm() + max(1e-3, 8 * eps) * added.norm()
+
+
+def _fitted(group: list[FrozenCall], before: Tensor, after: Tensor) -> list[FrozenCall]:
+    # The layers with numbers per channel that make up for what is added, without a graph.
+    added = (after - before).flatten(0, 1).double()  # (B L, E)
+    x = torch.stack([layer.call.output.flatten(0, 1).to(added) for layer in group], -1)
+    if len(added) > len(group):  # by least squares over all tokens
         products = torch.einsum("nei,nej->eij", x, x), torch.einsum("nei,ne->ei", x, added)
-        scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]
-    scales = scales.to(added)  # (E, mixers)
-    if not bool((added - (x * scales).sum(-1)).norm() <= allowed):
-        return group
-    return [layer.times(scale) for layer, scale in zip(group, scales.unbind(1), strict=True)]
-
-
-def _scales_of_graph(
-    group: list[FrozenCall], after: Tensor, live: Recording | None
-) -> Tensor | None:
-    # How strongly each channel of the stream takes in each mixer's output, (E, mixers), at one
-    # token. None unless the stream is in the graph of the run, as the input of a recorded module.
-    stream = _in_graph(after, live)
-    if live is None or stream is None or stream.shape != after.shape:
-        return None
-    ports = dict(zip((call.order for call in live.calls), live.ports, strict=True))
-    exits = [ports[layer.source.order].exit for layer in group]
-    if any(point.shape != stream.shape for point in exits):
-        return None
-    with torch.inference_mode(False), torch.enable_grad():
-        gradients = torch.autograd.grad(
-            stream.sum(), [point.edge for point in exits], retain_graph=True, allow_unused=True
-        )
-    zero = torch.zeros_like(stream)
-    return torch.stack([(zero if g is None else g)[0, -1] for g in gradients], -1).detach()
+        scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]  # (E, mixers)
+        if bool((added - (x * scales).sum(-1)).norm() <= _rounding(added, before)):
+            return [layer.times(one) for layer, one in zip(group, scales.unbind(1), strict=True)]
+    raise UnreadStreamError(
+        f"what {group[0].name} returned is multiplied before it is added to the residual stream, "
+        f"by what is not known of {len(added)} tokens without the graph of the run; {_ELSE}"
+    )
 
 
 def _local(following: Tensor, before: Tensor, mixed: Tensor) -> Tensor:
@@ -174,7 +224,9 @@ def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:
     return lambda module: is_norm(module) or original(module) is head
 
 
-def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor, Tensor]:
+def _read_out(
+    frozen: FrozenModel, last_group: list[FrozenCall], live: Recording | None
+) -> tuple[_Stream, Tensor]:
     # The final stream and the direction in which the score is read from it.
     last = frozen.layers[-1].call
     width = last.output.shape[-1]
@@ -185,7 +237,7 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor
     heads = [call for call in after if isinstance(call.module, nn.Linear)]
     if norms or heads:
         call = [*heads, *norms][-1]
-        return first_input(call), _pulled_back(call)
+        return _Stream.before(call, live), _pulled_back(call)
     if after or not pooled:
         raise UnreadStreamError(
             "neither a norm nor a linear head was found after the model's last mixer, so the "
@@ -194,13 +246,14 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor
     # Tokens are pooled first: the mean of all, or one of them.
     norms = [call for call in pooled if is_norm(call.module)]
     call = [pooled[0], *norms][-1]
-    final = _stream_before(last_group[0], frozen) + output_of(last_group)
+    before = _stream_before(last_group[0], frozen, live).values
+    final = before + output_of(last_group)
     (query,) = frozen.require_query()
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
     if not bool((read - given).norm() <= 1e-3 * given.norm()):
         is_read = query > 1 - 1e-6  # (B, L)
         is_one = bool(is_read.any(1).all())
-        if not is_one or _stream_after(last_group, frozen.others, final) is final:
+        if not is_one or _stream_after(last_group, frozen.others, before, final) is final:
             raise UnreadStreamError(
                 f"what {call.path} is given is not the mean of the tokens after the last mixer, "
                 "nor one of them, so the direction in which the score is read from the residual "
@@ -208,7 +261,7 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor
             )
         # An MLP adds to the one token; what it adds to the others is not read.
         final = torch.where(is_read[..., None], given[:, None], final)
-    return final, query[..., None] * _pulled_back(call)[:, None].to(final.dtype)
+    return _Stream(final), query[..., None] * _pulled_back(call)[:, None].to(final.dtype)
 
 
 def _pulled_back(call: MixerCall) -> Tensor:
@@ -226,17 +279,20 @@ def _pulled_back(call: MixerCall) -> Tensor:
     return norm.pull_back(gradient)
 
 
-def _stream_before(layer: FrozenCall, frozen: FrozenModel) -> Tensor:
+def _stream_before(layer: FrozenCall, frozen: FrozenModel, live: Recording | None) -> _Stream:
     call, is_given = layer.call, frozen.wiring.steps[layer.step].is_given_stream
     norm = feeding_norm(call, [other for other in frozen.others if other.order < call.order])
     if norm is not None and not is_given:
-        return first_input(norm)
+        return _Stream.before(norm, live)
     if is_given is False:
         raise UnreadStreamError(
             f"{layer.name} is given what is made of the residual stream by a function, so the "
             f"stream before it was not recorded; {_ELSE}"
         )
-    return call.tokens()
+    pairs = () if live is None else zip(live.calls, live.ports, strict=bool(live.ports))
+    entries = [port.entry for one, port in pairs if one.order == layer.source.order]
+    entry = entries[0].before_move(call.channels) if entries and entries[0] else None
+    return _Stream(call.tokens(), entry)
 
 
 def feeding_norm(call: MixerCall, norms: Sequence[MixerCall]) -> MixerCall | None:
