@@ -31,9 +31,15 @@ from captum_ssm.attr.flow.features import (
     features_of,
 )
 from captum_ssm.attr.flow.graph import FlowGraph
-from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
-from captum_ssm.attr.flow.shift import with_shifts
+from captum_ssm.attr.flow.layer_edges import (
+    LayerEdges,
+    layer_edges,
+    mean_of,
+    order_of,
+    through_values,
+)
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of, streams_of
+from captum_ssm.attr.flow.ways import with_ways
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
@@ -172,8 +178,8 @@ class RelevanceFlow(MambaLRP):
         if graph.error > TOLERATED:
             warnings.warn(
                 f"up to {graph.error:.0%} of the relevance at a token leaves it by no edge of the "
-                "graph: by biases of norms and MLPs, or by a way that goes past the residual "
-                "stream. FlowGraph.lost says where.",
+                "graph, but by a way past the residual stream that was not found. FlowGraph.lost "
+                "says where.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -322,21 +328,27 @@ class RelevanceFlow(MambaLRP):
 
         stand_ins, frozen, kept, score = self._ran(arguments, make)
         formulation = formulation or _natural(kept)
-        streams = streams_of(stand_ins, score)
-        run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=balanced)
+        streams, is_whole = streams_of(stand_ins, score)
+        run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=True)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
-            layers = {one.name: one for one in _layers(frozen, kept, found, formulation)}
+            if formulation == "unified":
+                found = [through_values(*pair) for pair in zip(kept, found, strict=True)]
+            layers = _layers(frozen, kept, found, formulation)
             nodes = nodes_of(streams, run.coefficient_at, frozen.layers[0].device)
         if balanced:
-            nodes = with_shifts(nodes, list(layers.values()), run, formulation)
+            orders = [
+                order_of(one, kept.mixer) for one, kept in zip(frozen.layers, kept, strict=True)
+            ]
+            nodes = with_ways(nodes, run, found, layers, orders)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(
-            layers,
+            {one.name: one for one in layers},
             score.detach().to(frozen.layers[0].device),
             relevance,
             nodes,
+            is_whole,
             steps,
             rule,
             formulation,

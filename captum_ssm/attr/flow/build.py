@@ -13,6 +13,7 @@ from captum_ssm.attr.flow.graph import FlowGraph, FlowLayer
 from captum_ssm.attr.flow.layer_edges import LayerEdges, Ranking
 from captum_ssm.attr.flow.paths import joined
 from captum_ssm.attr.flow.stream import UNKNOWN_STREAM
+from captum_ssm.attr.flow.ways import earlier
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.integers import example_index
@@ -21,6 +22,8 @@ from captum_ssm.utils.integers import example_index
 CANDIDATES, MOST = 1000, 300
 # Relevance by head is told of layers with so many maps at most.
 FEW_HEADS = 16
+# Of the largest relevance: what is less was not read.
+_READ = 1e-5
 
 
 def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
@@ -49,9 +52,10 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         each(lambda one: one.skip),
     )
     own, given = ranked(lambda one: one.own), each(lambda one: one.out_of)
-    residual, into, past = _of_blocks(edges, out)
-    passing = nodes[1:] - _moved(past) - out
+    residual, constant, shifts = _of_blocks(edges, out)
+    passing = nodes[1:] - out
     stays = passing + own + skip + gate
+    arrived = constant + sum(x - earlier(x, -o) for o, x in shifts.items())
     chosen, total = _chosen(steps, rankings, nodes, example, share)
     return FlowGraph(
         layers=[_layer(step) for step in steps],
@@ -62,8 +66,9 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         gate=gate[:, example],
         rest=(passing - residual.nan_to_num(0.0))[:, example],
         bias=each(lambda one: one.bias)[:, example],
-        lost=(nodes[:-1] + _moved(into) - stays - (given - own))[:, example],
-        shift=(into + past)[:, example],
+        constant=constant[:, example],
+        shifts={o: x[:, example] for o, x in shifts.items()},
+        lost=(nodes[:-1] + arrived - stays - (given - own))[:, example],
         edges=chosen,
         heads=_heads(edges, chosen, example),
         positive=ranked(lambda one: one.positive)[:, example],
@@ -85,16 +90,9 @@ def _count(rankings: Sequence[Sequence[Ranking]], tokens: int) -> int:
 
 
 def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tensor:
-    # (W + 1, B, L): measured at the blocks' ends, and inside of them what the books say.
-    first = {step[0]: s for s, step in enumerate(edges.steps)}
-    last = {k: s for s, step in enumerate(edges.steps) for k in step}
-    known: dict[int, Tensor] = {}
-    for block in edges.blocks:
-        if len(block.mixers):
-            known.setdefault(last[block.mixers[-1]] + 1, block.after)
-    for block in edges.blocks:
-        if len(block.mixers) and block.mixers[0] in first:
-            known[first[block.mixers[0]]] = block.before
+    # (W + 1, B, L): measured at the blocks' ends, and elsewhere what the books say.
+    books = [sum_of([one.out_of + one.skip + one.gate - one.out for one in step]) for step in steps]
+    known = _measured(edges)
     W = len(steps)
     if W not in known:
         raise UnsupportedModelError(
@@ -107,31 +105,65 @@ def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tens
             "row of tokens; expected layers that all work on the input's tokens. The edges of each "
             "layer are there: call edges()."
         )
+    if not edges.is_whole and 0 in known:
+        return _upwards(edges, known[0], books)
     for s in reversed(range(W)):
         if s not in known:
-            books = [one.out_of + one.skip + one.gate - one.out for one in steps[s]]
-            known[s] = known[s + 1] + sum_of(books)
+            known[s] = known[s + 1] + books[s]
     return torch.stack([known[s] for s in range(W + 1)])
 
 
-def _of_blocks(edges: RelevanceEdges, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # What passes by each step, NaN where that is not known, and what token shifts move into it and
-    # past it: (W, B, L).
+def _measured(edges: RelevanceEdges) -> dict[int, Tensor]:
+    # By stage, (B, L): the stream's relevance there, and what later blocks read beside it.
+    first = {step[0]: s for s, step in enumerate(edges.steps)}
+    last = {k: s for s, step in enumerate(edges.steps) for k in step}
+    blocks = [block for block in edges.blocks if len(block.mixers)]
+
+    def beside(start: int, here: int) -> Tensor | float:
+        ways = (block.ways for block in edges.blocks if block.index >= start)
+        return sum(one.beside for one in ways if one and here not in one.made_of)
+
+    known: dict[int, Tensor] = {}
+    for block in blocks:
+        after = block.after + beside(block.index + 1, block.index)
+        known.setdefault(last[block.mixers[-1]] + 1, after)
+    for block in blocks:
+        if block.mixers[0] in first:
+            known[first[block.mixers[0]]] = block.before + beside(block.index, block.index)
+    return known
+
+
+def _upwards(edges: RelevanceEdges, first: Tensor, books: Sequence[Tensor]) -> Tensor:
+    # What is carried on at each token, by whichever tensor: from the first stage on, as the books
+    # say. At last it is where the score reads it.
+    _, constant, shifts = _of_blocks(edges, torch.stack([*books]))
+    arrived = constant + sum(x - earlier(x, -o) for o, x in shifts.items())
+    nodes = [first]
+    for s, book in enumerate(books):
+        nodes.append(nodes[-1] + arrived[s] - book)
+    is_read = nodes[-1].abs() > _READ * nodes[-1].abs().amax()
+    nodes[-1] = torch.where(is_read, nodes[-1], 0)
+    return torch.stack(nodes)
+
+
+def _of_blocks(edges: RelevanceEdges, like: Tensor) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    # What passes by each step, NaN where that is not known; what biases around it give; and what
+    # is moved between tokens around it, by offset: (W, B, L).
     residual = torch.full_like(like, torch.nan)
-    into, past = torch.zeros_like(like), torch.zeros_like(like)
+    constant, shifts = torch.zeros_like(like), dict[int, Tensor]()
+    steps = {k: s for s, step in enumerate(edges.steps) for k in step}
     for block in edges.blocks:
         inside = [s for s, step in enumerate(edges.steps) if set(step) <= set(block.mixers)]
-        if len(inside) == 1:
-            if block.residual is not None:
-                residual[inside[0]] = block.residual
-            if block.shifts is not None:
-                into[inside[0]], past[inside[0]] = block.shifts
-    return residual, into, past
-
-
-def _moved(shift: Tensor) -> Tensor:
-    # What shifts (..., L) give to each token, minus what they take from it.
-    return shift - torch.nn.functional.pad(shift[..., 1:], (0, 1))
+        if len(inside) == 1 and block.residual is not None:
+            residual[inside[0]] = block.residual
+        # A block without mixers belongs to the layer before it.
+        s = inside[0] if inside else steps.get(block.mixers.start - 1)
+        if s is None or block.ways is None:
+            continue
+        constant[s] += block.ways.constant
+        for o, moved in block.ways.shifts.items():
+            shifts.setdefault(o, torch.zeros_like(like))[s] += moved
+    return residual, constant, shifts
 
 
 def _layer(step: Sequence[LayerEdges]) -> FlowLayer:

@@ -29,6 +29,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         relevance (Any): of the inputs, in their shape, as :class:`~captum_ssm.attr.MambaLRP`
             returns it; None for the rules that do not propagate it.
         blocks (list of BlockNodes): the residual stream around each block that holds mixers.
+        is_whole (bool): whether the score reads no token but in what the last of these returns.
         steps (list of list of int): the mixers' indices, those side by side together.
         rule (str): ``"lrp"``, ``"gradient"`` or ``"integrated"``.
         formulation (str): ``"hidden"`` or ``"unified"``.
@@ -50,6 +51,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
     score: Tensor
     relevance: Any
     blocks: list[BlockNodes] = field(repr=False)
+    is_whole: bool = field(repr=False)
     steps: list[list[int]] = field(repr=False)
     rule: str
     formulation: str

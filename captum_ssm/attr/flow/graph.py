@@ -41,10 +41,8 @@ class FlowGraph:
 
     .. math::
         R_{s+1,i} = \sum_j E_{ij} + stay_i + bias_i, \qquad
-        R_{s,j} = \sum_i E_{ij} + stay_j + lost_j .
-
-    In models with a token shift, which gives a part of each token to the next one outside of the
-    mixers, these hold together with what the shift moves.
+        R_{s,j} = \sum_i E_{ij} + stay_j - constant_j
+            - \sum_o (shift_{o,j} - shift_{o,j+o}) + lost_j .
 
     Args:
         layers (list of FlowLayer): W layers, in forward order.
@@ -56,10 +54,12 @@ class FlowGraph:
         rest (Tensor): ``(W, L)``, what else the block adds: its MLP; with the residual where that
             is unknown.
         bias (Tensor): ``(W, L)``, what the mixers' biases contribute at each token after a layer.
-        lost (Tensor): ``(W, L)``, what leaves a node before a layer by no edge: biases of norms
-            and MLPs.
-        shift (Tensor): ``(W, L)``, what each token is given by the one before it by token shifts of
-            a layer.
+        constant (Tensor): ``(W, L)``, what biases around the mixers of a layer, of norms and MLPs,
+            give to what a token stays or is read as: no token of the input is its source.
+        shifts (dict of int to Tensor): by offset o, ``(W, L)``, what token t of a layer is given by
+            token t - o outside of the mixers' edges: by a token shift, or by the short convolution
+            before ``"hidden"`` edges.
+        lost (Tensor): ``(W, L)``, what leaves a node before a layer by none of these: rounding.
         edges (list of Edge): edges between tokens, ranked so that each is joined to the output by
             edges before it.
         heads (list of Tensor): by edge, ``(M,)``, its relevance by head; empty where a layer has
@@ -96,8 +96,9 @@ class FlowGraph:
     gate: Tensor = field(repr=False)
     rest: Tensor = field(repr=False)
     bias: Tensor = field(repr=False)
+    constant: Tensor = field(repr=False)
+    shifts: dict[int, Tensor] = field(repr=False)
     lost: Tensor = field(repr=False)
-    shift: Tensor = field(repr=False)
     edges: list[Edge] = field(repr=False)
     heads: list[Tensor] = field(repr=False)
     positive: Tensor = field(repr=False)
@@ -208,7 +209,7 @@ class FlowGraph:
 
     def _node(self, s: int, t: int) -> list[Any]:
         arrived = self.bias[s - 1, t] if s else 0.0
-        left = self.lost[s, t] if s < len(self.layers) else 0.0
+        left = self.lost[s, t] - self.constant[s, t] if s < len(self.layers) else 0.0
         return [s, t, *map(_rounded, (self.nodes[s, t], arrived, left))]
 
     def _stay(self, s: int, t: int) -> list[Any]:
@@ -222,8 +223,9 @@ class FlowGraph:
             known[step] = [*step, _rounded(edge.relevance), *([heads] if heads else [])]
         least = 1e-3 * float(self.nodes.abs().amax())
         shifts = [
-            [s, t - 1, t, _rounded(self.shift[s, t]), None, "shift"]
-            for s, t in (self.shift.abs() > least).nonzero().tolist()
+            [s, t - o, t, _rounded(moved[s, t]), None, "shift"]
+            for o, moved in self.shifts.items()
+            for s, t in (moved.abs() > least).nonzero().tolist()
         ]
         return [*known.values(), *shifts]
 

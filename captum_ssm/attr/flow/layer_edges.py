@@ -225,14 +225,8 @@ def layer_edges(
         formulation (str): ``"hidden"`` or ``"unified"``.
     """
     mixer, name = kept.mixer, layer.name
-    # A mixer that was frozen after the run is over the model's tokens already.
-    order = None if isinstance(mixer, ReorderedMixer) else layer.order
+    order = order_of(layer, mixer)
     g = [x.detach() for x in coefficients.mixed]
-    if order is not None and len(order) > 1:
-        raise UnsupportedModelError(
-            f"{name} works on {len(order)} windows of the tokens, whose edges cannot be followed "
-            "yet; expected mixers of one sequence."
-        )
     if formulation == "hidden":
         operator, drawn, skip = _hidden(mixer, kept, coefficients, g)
         bias = torch.zeros_like(skip)
@@ -257,8 +251,8 @@ def layer_edges(
         halved = [scan.gate_argument is not None for scan, _, _ in mixer.scans_in_order()]
         gate = _of_scans(mixer, [y * is_half for y, is_half in zip(mixed, halved, strict=True)])
     if order is not None:
-        back = torch.argsort(order[0]).to(out.device)
-        operator = PermutedOperator(operator, order[0].to(out.device))
+        back = torch.argsort(order).to(out.device)
+        operator = PermutedOperator(operator, order.to(out.device))
         out, skip, gate, bias, drawn = (x[:, back] for x in (out, skip, gate, bias, drawn))
     scan = mixer.scans_in_order()[0][0]
     return LayerEdges(
@@ -273,6 +267,45 @@ def layer_edges(
         "attention" if isinstance(scan.recurrence, SoftmaxOperator) else "recurrence",
         scan.recurrence.maps,
     )
+
+
+def order_of(layer: FrozenCall, mixer: FrozenMixer) -> Tensor | None:
+    """The token of the model that each of a mixer's tokens is, ``(L,)``; None for the same.
+
+    Args:
+        layer (FrozenCall): the mixer's call.
+        mixer (FrozenMixer): as it was frozen in the run, or after it.
+
+    Raises:
+        UnsupportedModelError: for a mixer that works on windows of the tokens.
+    """
+    # A mixer that was frozen after the run is over the model's tokens already.
+    if layer.order is None or isinstance(mixer, ReorderedMixer):
+        return None
+    if len(layer.order) > 1:
+        raise UnsupportedModelError(
+            f"{layer.name} works on {len(layer.order)} windows of the tokens, whose edges cannot "
+            "be followed yet; expected mixers of one sequence."
+        )
+    return layer.order[0]
+
+
+def through_values(kept: Activations, coefficients: Activations) -> Activations:
+    """Coefficients, of a mixer's inputs only as far as its edges carry them: by their values.
+
+    What a mixer with a token shift mixes is what its gate is made of too.
+
+    Args:
+        kept (Activations): of the run, with its graph.
+        coefficients (Activations): of the score at these.
+    """
+    if not (kept.mixer.has_token_shift and all(x.requires_grad for x in kept.inputs)):
+        return coefficients
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            kept.values, kept.inputs, coefficients.values, retain_graph=True, materialize_grads=True
+        )
+    return replace(coefficients, inputs=list(found))
 
 
 def mean_of(runs: Sequence[LayerEdges]) -> LayerEdges:

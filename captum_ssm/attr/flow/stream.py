@@ -27,24 +27,45 @@ UNKNOWN_STREAM = (
 
 
 @dataclass(frozen=True)
+class Ways:
+    """What reaches the input of a block by no edge of its mixers.
+
+    Args:
+        constant (Tensor): ``(B, L)``, what biases of norms and MLPs give: no token of the input is
+            its source.
+        shifts (dict of int to Tensor): by offset o, ``(B, L)``, what token t is given by token
+            t - o outside of the mixers' scans.
+        beside (Tensor): ``(B, L)``, what the block reads of tensors that other blocks are given
+            too, such as the embeddings once more.
+        made_of (frozenset of int): the blocks whose ``before`` these tensors were made of.
+    """
+
+    constant: Tensor
+    shifts: dict[int, Tensor]
+    beside: Tensor
+    made_of: frozenset[int]
+
+
+@dataclass(frozen=True)
 class BlockNodes:
     """The relevance of the residual stream's tokens, before and after a block.
 
     Args:
         mixers (range): which of the run's mixers are in it.
         before, after (Tensor): ``(B, L)``.
+        index (int): which of the run's blocks it is.
         residual (Tensor, optional): ``(B, L)``, the part of ``after`` that passes by everything in
-            the block; None where the block returns more than one tensor of tokens.
-        shifts (tuple of Tensor, optional): ``(B, L)`` twice: what the token before gives to each
-            token by a token shift, on the way into the block's mixer and after it; None where
-            nothing does.
+            the block; None where the block returns more than one tensor of tokens. Default: None
+        ways (Ways, optional): what reaches ``before`` by no edge; None where nothing does.
+            Default: None
     """
 
     mixers: range
     before: Tensor
     after: Tensor
+    index: int
     residual: Tensor | None = None
-    shifts: tuple[Tensor, Tensor] | None = None
+    ways: Ways | None = None
 
 
 def blocks_of(model: nn.Module) -> set[nn.Module]:
@@ -63,7 +84,7 @@ def blocks_of(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> list[BlockStream]:
+def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[BlockStream], bool]:
     """The residual stream around the mixers of a run: at the ends of its blocks.
 
     Where blocks are not modules, as where a loop over two lists says ``x = x + mixer(norm(x))``, it
@@ -72,15 +93,18 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> list[BlockStream
     Args:
         stand_ins (ActivationStandIns): of the run.
         score (Tensor): in its graph.
+
+    Returns:
+        tuple: the blocks, and whether the score reads no token but in what the last one returns.
     """
     blocks = [stream for stream in stand_ins.streams if stream.mixers]
     root, leaves = Point.of(score, None), [Point.of(x) for x in stand_ins.starts()]
     after = [Point.of(x) for x in blocks[-1].after if x.requires_grad] if blocks else []
     if after and not any(is_read_past(root, leaf, *after) for leaf in leaves):
-        return stand_ins.streams
+        return stand_ins.streams, True
     found = _between_norms(stand_ins, leaves, root)
     # Where later layers read the outputs of several blocks at once, norms tell fewer places apart.
-    return found if len(found) >= len(blocks) else stand_ins.streams
+    return (found, True) if len(found) >= len(blocks) else (stand_ins.streams, False)
 
 
 def _between_norms(
@@ -117,19 +141,24 @@ def nodes_of(
         parts = [part for part in found if part is not None]
         return sum_of(parts) if parts else None
 
-    # What several blocks are given, such as the embeddings once more, is not the stream.
-    uses = Counter(id(x) for stream in streams for x in stream.before)
+    shared = shared_tensors(streams)
     found = []
-    for stream in streams:
-        given = [x for x in stream.before if uses[id(x)] == 1]
+    for index, stream in enumerate(streams):
+        given = [x for x in stream.before if id(x) not in shared]
         before, after = total(given), total(stream.after)
         if before is None or after is None:
             continue
         residual = None
         if len(given) == len(stream.after) == 1:
             residual = total_of(coefficient(stream.after[0]), given[0], device)
-        found.append(BlockNodes(stream.mixers, before, after, residual))
+        found.append(BlockNodes(stream.mixers, before, after, index, residual))
     return found
+
+
+def shared_tensors(streams: Sequence[BlockStream]) -> set[int]:
+    """The identities of tensors that several blocks are given: they are not the stream."""
+    uses = Counter(id(x) for stream in streams for x in stream.before)
+    return {x for x, count in uses.items() if count > 1}
 
 
 def total_of(coefficient: Tensor | None, x: Tensor, device: torch.device) -> Tensor | None:
