@@ -35,8 +35,6 @@ from captum_ssm.attr.flow.layer_edges import (
     LayerEdges,
     layer_edges,
     mean_of,
-    order_of,
-    through_values,
 )
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of, streams_of
 from captum_ssm.attr.flow.ways import with_ways
@@ -329,19 +327,14 @@ class RelevanceFlow(MambaLRP):
         stand_ins, frozen, kept, score = self._ran(arguments, make)
         formulation = formulation or _natural(kept)
         streams, is_whole = streams_of(stand_ins, score)
-        run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=True)
+        run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
             found = coefficients_of(kept, run.coefficients_at)
-            if formulation == "unified":
-                found = [through_values(*pair) for pair in zip(kept, found, strict=True)]
             layers = _layers(frozen, kept, found, formulation)
             nodes = nodes_of(streams, run.coefficient_at, frozen.layers[0].device)
         if balanced:
-            orders = [
-                order_of(one, kept.mixer) for one, kept in zip(frozen.layers, kept, strict=True)
-            ]
-            nodes = with_ways(nodes, run, found, layers, orders)
+            nodes = with_ways(nodes, run, found, layers, frozen.layers)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(
             {one.name: one for one in layers},

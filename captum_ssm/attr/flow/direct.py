@@ -69,7 +69,7 @@ class DirectRun:
             key=lambda one: one if isinstance(one, int) else one.mixers - 0.5,
         )
         outputs = [kept[one].output if isinstance(one, int) else one.output for one in order]
-        streams = streams_of(stand_ins, score)
+        streams, _ = streams_of(stand_ins, score)
         around = [x for s in streams for x in (*s.before, *s.after)]
         wanted = {id(x): x for x in around if x.requires_grad}
         tensors = list({id(x): x for x in (*starts, *wanted.values())}.values())

@@ -13,6 +13,7 @@ from torch import Tensor
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.paths import Path, Steps, likeliest_paths
 from captum_ssm.errors import InputError
+from captum_ssm.utils.renamed import renamed
 
 FORMAT = "captum_ssm.flow/1"
 
@@ -111,6 +112,8 @@ class FlowGraph:
     tokens: list[str] = field(repr=False)
     count: int
     facts: dict[str, Any] = field(default_factory=dict)
+
+    __getattr__ = renamed(shift="shifts")
 
     @property
     def error(self) -> float:

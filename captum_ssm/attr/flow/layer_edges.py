@@ -290,24 +290,6 @@ def order_of(layer: FrozenCall, mixer: FrozenMixer) -> Tensor | None:
     return layer.order[0]
 
 
-def through_values(kept: Activations, coefficients: Activations) -> Activations:
-    """Coefficients, of a mixer's inputs only as far as its edges carry them: by their values.
-
-    What a mixer with a token shift mixes is what its gate is made of too.
-
-    Args:
-        kept (Activations): of the run, with its graph.
-        coefficients (Activations): of the score at these.
-    """
-    if not (kept.mixer.has_token_shift and all(x.requires_grad for x in kept.inputs)):
-        return coefficients
-    with torch.enable_grad():
-        found = torch.autograd.grad(
-            kept.values, kept.inputs, coefficients.values, retain_graph=True, materialize_grads=True
-        )
-    return replace(coefficients, inputs=list(found))
-
-
 def mean_of(runs: Sequence[LayerEdges]) -> LayerEdges:
     """The mean of one mixer's edges over several runs."""
     share = 1 / len(runs)
@@ -355,9 +337,22 @@ def _unified(
     inputs = mixer.inputs.detach()
     whole = mixer.with_row_factors(g).operator("unified", COMPONENTS).detach()
     operator = whole.scaled(None, inputs)
-    if len(g) > 1 or not kept.inputs[0].requires_grad:  # at which no coefficient is read
+    if mixer.has_token_shift:  # a part of which counts as a bias, and is made of the inputs too
+        coefficient = _through_conv(mixer, coefficients.values[0])
+    elif len(g) > 1 or not kept.inputs[0].requires_grad:  # at which no coefficient is read
         return operator, _columns(operator)
-    return operator, (coefficients.inputs[0] * kept.inputs[0].detach()).sum(-1)
+    else:
+        coefficient = coefficients.inputs[0]
+    return operator, (coefficient * inputs).sum(-1)
+
+
+def _through_conv(mixer: FrozenMixer, at_values: Tensor) -> Tensor:
+    # Coefficients of what a mixer's convolution is given, from those of its values.
+    u = mixer.inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        v = replace(mixer, inputs=u, conv_bias=None).values
+        (found,) = torch.autograd.grad(v, u, at_values.to(v.dtype))
+    return found
 
 
 def _columns(operator: TokenOperator) -> Tensor:

@@ -9,6 +9,7 @@ tokens that lie far enough apart, and a pass with a random sign for each token s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,20 +18,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from captum_ssm.attr.flow.activations import Activations, BlockStream, PropagatedRun
-from captum_ssm.attr.flow.layer_edges import LayerEdges
+from captum_ssm.attr.flow.layer_edges import LayerEdges, order_of
 from captum_ssm.attr.flow.stream import BlockNodes, Ways, shared_tensors
+from captum_ssm.capture import FrozenCall
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.relevance_rules import ruled
+from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.blocks import contextmanager
 
 # A block's tokens are out of balance where they miss so much of its largest relevance, or so many
 # roundings of its numbers.
 _BALANCED, _ROUNDINGS = 1e-5, 4
-# How far before and after a token those lie that it is mixed with outside of the scans: by a token
-# shift, by a convolution of four tokens, by one around the token, and by wider ones.
-_REACHES = ((1, 0), (3, 0), (3, 3), (7, 7))
+# How far before and after a token those lie that it is mixed with outside of the scans: none, the
+# one before by a token shift, those of a convolution of four tokens, of one around it, or a wider.
+_REACHES = ((0, 0), (1, 0), (3, 0), (3, 3), (7, 7))
 
 
 def with_ways(
@@ -38,7 +43,7 @@ def with_ways(
     run: PropagatedRun,
     coefficients: Sequence[Activations],
     layers: Sequence[LayerEdges],
-    orders: Sequence[Tensor | None],
+    calls: Sequence[FrozenCall],
 ) -> list[BlockNodes]:
     """Blocks with what reaches their inputs by no edge, where their books do not balance.
 
@@ -47,16 +52,39 @@ def with_ways(
         run (PropagatedRun): with its graph.
         coefficients (sequence of Activations): by mixer, of the score.
         layers (sequence of LayerEdges): by mixer.
-        orders (sequence of Tensor): by mixer, ``(L,)``, the token that each of its tokens is; None
-            where it works on them in the model's order.
+        calls (sequence of FrozenCall): by mixer.
     """
     shared = shared_tensors(run.streams)
     found = []
     for block in blocks:
-        inside = [_Mixer(run.kept[k], coefficients[k], layers[k], orders[k]) for k in block.mixers]
+        inside = [_Mixer(run.kept[k], coefficients[k], layers[k], calls[k]) for k in block.mixers]
         one = _Block(block, run.streams[block.index], inside, run)
         found.append(replace(block, ways=one.ways(run.streams, shared)) if one.is_off else block)
     return found
+
+
+@dataclass(frozen=True)
+class _Sink:
+    # A tensor of tokens with its coefficients, and the model's token that each of its tokens is.
+    x: Tensor
+    g: Tensor | None
+    order: Tensor | None
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """The coefficients times a weight for each token, ``(L,)``."""
+        assert self.g is not None
+        w = weights if self.order is None else weights[self.order.to(weights.device)]
+        rows = self.g.reshape(len(self.g), len(w), -1) * w.to(self.g.device, self.g.dtype)[:, None]
+        return rows.reshape(self.g.shape)
+
+    def total(self, g: Tensor | None, like: Tensor) -> Tensor:
+        """The relevance of each token, ``(B, L)``, with other coefficients."""
+        if g is None:
+            return torch.zeros(len(self.x), len(like), device=like.device)
+        products = g.float() * self.x.detach().float()
+        rows = products.reshape(len(g), len(like), -1).sum(-1)
+        rows = rows if self.order is None else rows[:, torch.argsort(self.order).to(rows.device)]
+        return rows.to(like.device)
 
 
 @dataclass(frozen=True)
@@ -65,19 +93,29 @@ class _Mixer:
     kept: Activations
     coefficients: Activations
     edges: LayerEdges
-    order: Tensor | None
+    frozen: FrozenCall
 
-    def starts(self) -> list[tuple[Tensor, Tensor, Tensor | None]] | None:
-        """Where its edges start: tensors with their coefficients and their tokens' order."""
-        is_hidden = self.edges.formulation == "hidden"
+    @property
+    def order(self) -> Tensor | None:
+        """The model's token that each of its tokens is."""
+        return order_of(self.frozen, self.kept.mixer)
+
+    def starts(self) -> list[_Sink] | None:
+        """Where its edges start.
+
+        None where the graph does not hold these: behind the convolution of a mixer that was
+        measured, or where a token shift gives more than its edges say.
+        """
+        is_hidden, mixer = self.edges.formulation == "hidden", self.kept.mixer
         has_inputs = all(x.requires_grad for x in self.kept.inputs)
-        if not (is_hidden or has_inputs or self.kept.mixer.conv is None):
-            return None  # behind a convolution, which is not in the graph
+        is_held = mixer.conv is None or (has_inputs and not mixer.has_token_shift)
+        if not (is_hidden or is_held):
+            return None
         name = "inputs" if has_inputs and not is_hidden else "values"
         tensors, coefficients = getattr(self.kept, name), getattr(self.coefficients, name)
-        scans = self.kept.mixer.scans_in_order()
+        scans = mixer.scans_in_order()
         found = {
-            id(x): (x, g, _composed(self.order, order))  # scans may share one tensor
+            id(x): _Sink(x, g, _composed(self.order, order))  # scans may share one tensor
             for x, g, (_, order, _) in zip(tensors, coefficients, scans, strict=True)
             if x.requires_grad
         }
@@ -98,18 +136,26 @@ class _Block:
         return self.nodes.after + sum(one.edges.drawn + one.edges.gate for one in self.mixers)
 
     @cached_property
-    def tolerance(self) -> float:
-        """The relevance at a token that rounding explains."""
+    def tolerances(self) -> tuple[float, float]:
+        """Of the relevance at a token: what surely is rounding, and what may be."""
         outs = [one.edges.out for one in self.mixers]
-        sizes = [x.abs().amax() for x in (self.nodes.before, self.nodes.after, self.sunk, *outs)]
-        eps = max(torch.finfo(x.dtype).eps for x in (*self.stream.before, *self.stream.after))
-        return max(_BALANCED, _ROUNDINGS * eps) * float(max(sizes))
+        sums = [x.abs().amax() for x in (self.nodes.before, self.nodes.after, self.sunk, *outs)]
+        surely = _BALANCED * float(max(sums))
+        tensors = self.run.with_coefficients([*self.stream.before, *self.stream.after])
+        returned = [one.frozen.call.output for one in self.mixers]
+        eps = max(torch.finfo(x.dtype).eps for x in (*returned, *(x for x, _ in tensors)))
+        sizes = [float((g * x.detach()).abs().flatten(2).sum(-1).amax()) for x, g in tensors]
+        return surely, max(surely, _ROUNDINGS * eps * max(sizes))
 
     @property
     def is_off(self) -> bool:
-        """Whether relevance is missing from the books."""
+        """Whether relevance is missing from the books of a block of one row of tokens."""
+        rows = [self.nodes.before, self.nodes.after, *(one.edges.out for one in self.mixers)]
+        if len({row.shape for row in rows}) > 1:
+            return False
         out = sum(one.edges.out for one in self.mixers)
-        return bool((self.nodes.before - self.sunk + out).abs().amax() > self.tolerance)
+        missing = self.nodes.before - self.sunk + out
+        return bool(missing.abs().amax() > self.tolerances[0])
 
     def ways(self, streams: Sequence[BlockStream], shared: set[int]) -> Ways | None:
         """What balances them; None where tokens are mixed in a way that was not found."""
@@ -123,9 +169,8 @@ class _Block:
         random = torch.randint(2, (L,), generator=torch.Generator().manual_seed(L))
         signs = (2.0 * random - 1).to(device)
         with torch.enable_grad(), pull.ruled():
-            whole, mixed = pull.of_tokens(torch.ones(L, device=device)), pull.of_tokens(signs)
-            is_apart = (mixed.sum(0) - signs * whole.sum(0)).abs().amax() <= self.tolerance
-            moved = {0: whole.sum(0)} if bool(is_apart) else self._moved(pull, signs, mixed.sum(0))
+            whole = pull.of_tokens(torch.ones(L, device=device))
+            moved = self._moved(pull, whole.sum(0), signs)
         if moved is None:
             return None
         beside = [k for k, x in enumerate(given) if id(x) in shared]
@@ -135,55 +180,69 @@ class _Block:
             constant,
             moved,
             whole[beside].sum(0),
-            _made_of([given[k] for k in beside], streams),
+            _made_of([given[k] for k in beside], streams, shared),
         )
 
-    def _moved(self, pull: _Pull, signs: Tensor, mixed: Tensor) -> dict[int, Tensor] | None:
-        # By offset, what each token's sinks find at the token so far before it, (B, L).
-        t = torch.arange(len(signs), device=signs.device)
+    def _moved(self, pull: _Pull, whole: Tensor, signs: Tensor) -> dict[int, Tensor] | None:
+        # By offset, what each token's sinks find at the token so far before it, (B, L); None where
+        # no reach explains what they find with a random sign for each token.
+        mixed = pull.of_tokens(signs).sum(0)
+        best, least = None, math.inf
         for back, ahead in _REACHES:
-            count = back + ahead + 1
-            offsets = range(-ahead, back + 1)
-            moved = {o: torch.zeros_like(mixed) for o in offsets}
-            for color in range(count):
-                found = pull.of_tokens((t % count == color).float()).sum(0)
-                for o in offsets:
-                    moved[o] += torch.where(t % count == color, earlier(found, o), 0)
+            moved = {0: whole} if back == ahead == 0 else self._within(pull, back, ahead)
             told = sum(earlier(signs * part, -o) for o, part in moved.items())
-            if bool((told - mixed).abs().amax() <= self.tolerance):
-                return moved
-        return None
+            error = float((told - mixed).abs().amax())
+            if least <= self.tolerances[1] and error > least / 2:
+                break  # a wider one tells no more
+            if error < least:
+                best, least = moved, error
+            if error <= self.tolerances[0]:
+                break
+        return best if least <= self.tolerances[1] else None
+
+    def _within(self, pull: _Pull, back: int, ahead: int) -> dict[int, Tensor]:
+        # As if no token was mixed with others farther away: one pass for each distance.
+        t = torch.arange(self.sunk.shape[1], device=self.sunk.device)
+        count, offsets = back + ahead + 1, range(-ahead, back + 1)
+        moved = {o: torch.zeros_like(self.sunk) for o in offsets}
+        for color in range(count):
+            is_pulled = t % count == color
+            found = pull.of_tokens(is_pulled.float()).sum(0)
+            for o in offsets:
+                moved[o] += torch.where(is_pulled, earlier(found, o), 0)
+        return moved
 
 
 @dataclass(frozen=True)
 class _Pull:
-    # A backward pass through a block, from all sinks of its books to what it was given. It ends at
-    # what mixers returned, and goes on from there with that mixer's own coefficients, by no scan.
-    roots: list[tuple[Tensor, Tensor, Tensor | None]]
-    outs: list[tuple[Tensor, Tensor, Tensor | None]]
+    # A backward pass through a block, from all sinks of its books to what it was given. What
+    # arrives where a mixer returned something, or where its edges start, ends there; from there the
+    # coefficients of the score go on, and by no scan.
+    roots: list[_Sink]
+    inside: list[_Sink]
+    outs: list[_Sink]
     scans: list[Tensor]
     given: list[Tensor]
 
     @classmethod
-    def of(
-        cls,
-        block: _Block,
-        given: list[Tensor],
-        starts: list[tuple[Tensor, Tensor, Tensor | None]],
-    ) -> _Pull:
-        after = [(x, g, None) for x, g in block.run.with_coefficients(block.stream.after)]
+    def of(cls, block: _Block, given: list[Tensor], starts: list[_Sink]) -> _Pull:
+        after = [_Sink(x, g, None) for x, g in block.run.with_coefficients(block.stream.after)]
         outs = [
-            (one.kept.output, g, one.order)
+            _Sink(one.kept.output, g, one.order)
             for one in block.mixers
             if (g := block.run.coefficient_at(one.kept.output)) is not None
         ]
         scans = [y for one in block.mixers for y in one.kept.mixed if y.requires_grad]
-        return cls([*after, *starts], outs, scans, given)
+        # What is read where it is given ends there.
+        at_ends = [one for one in starts if any(one.x is x for x in given)]
+        inside = [one for one in starts if not any(one is other for other in at_ends)]
+        return cls([*after, *at_ends], [*outs, *inside], outs, scans, given)
 
     @contextmanager
     def ruled(self) -> Iterator[None]:
         """Gradients obey the rules of relevance while the block is open."""
-        roots = [x.grad_fn for x, _, _ in (*self.roots, *self.outs) if x.grad_fn is not None]
+        sinks = (*self.roots, *self.inside)
+        roots = [one.x.grad_fn for one in sinks if one.x.grad_fn is not None]
         with ruled(roots, [get_gradient_edge(x).node for x in self.given]):
             yield
 
@@ -194,25 +253,25 @@ class _Pull:
             weights (Tensor): ``(L,)``, of the tokens' sinks.
         """
         with ExitStack() as stack:
-            for out, g, order in self.outs:
-                stack.callback(_hooked(out, _weighted(g, weights, order)).remove)
-            for y in self.scans:
-                stack.callback(_hooked(y, torch.zeros_like(y)).remove)
-            roots = [*self.roots, *((x, torch.zeros_like(x), None) for x, _, _ in self.outs)]
-            ends = [*self.given, *(x for x, _, _ in self.outs)]
+            for one in self.inside:
+                stack.callback(_hooked(one.x, one.weighted(weights)).remove)
+            # What a block was given may be made of a tensor that it is given, too.
+            for x in (*self.scans, *(x for x in self.given if x.grad_fn is not None)):
+                stack.callback(_hooked(x, None).remove)
             found = torch.autograd.grad(
-                [x for x, _, _ in roots],
-                ends,
-                [_weighted(g, weights, order) for _, g, order in roots],
+                [one.x for one in (*self.roots, *self.inside)],
+                [*self.given, *(one.x for one in self.outs)],
+                [
+                    *(one.weighted(weights) for one in self.roots),
+                    *(torch.zeros_like(one.x) for one in self.inside),
+                ],
                 retain_graph=True,
                 allow_unused=True,
             )
-        orders = [None] * len(self.given) + [order for _, _, order in self.outs]
-        totals = [
-            _total(g, x, order, weights) for g, x, order in zip(found, ends, orders, strict=True)
-        ]
+        ends = [*(_Sink(x, None, None) for x in self.given), *self.outs]
+        totals = [one.total(g, weights) for one, g in zip(ends, found, strict=True)]
         n = len(self.given)
-        return torch.stack([*totals[:n], torch.stack(totals[n:]).sum(0)] if totals[n:] else totals)
+        return torch.stack([*totals[:n], sum_of([torch.zeros_like(totals[0]), *totals[n:]])])
 
 
 def earlier(x: Tensor, offset: int) -> Tensor:
@@ -225,8 +284,8 @@ def earlier(x: Tensor, offset: int) -> Tensor:
     return found
 
 
-def _hooked(x: Tensor, gradient: Tensor):
-    # The gradient that goes on from a tensor is another one than what arrives there.
+def _hooked(x: Tensor, gradient: Tensor | None) -> RemovableHandle:
+    # The gradient that goes on from a tensor, or none, is not the one that arrives there.
     edge = get_gradient_edge(x)
 
     def instead(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -235,30 +294,18 @@ def _hooked(x: Tensor, gradient: Tensor):
     return edge.node.register_prehook(instead)
 
 
-def _weighted(g: Tensor, weights: Tensor, order: Tensor | None) -> Tensor:
-    w = weights if order is None else weights[order.to(weights.device)]
-    rows = g.reshape(len(g), len(w), -1) * w.to(g.device, g.dtype)[:, None]
-    return rows.reshape(g.shape)
-
-
-def _total(g: Tensor | None, x: Tensor, order: Tensor | None, like: Tensor) -> Tensor:
-    # The relevance of a tensor's tokens, (B, L), in the model's order.
-    if g is None:
-        return torch.zeros(len(x), len(like), device=like.device)
-    rows = (g.float() * x.detach().float()).reshape(len(x), len(like), -1).sum(-1)
-    rows = rows if order is None else rows[:, torch.argsort(order).to(rows.device)]
-    return rows.to(like.device)
-
-
 def _composed(outer: Tensor | None, inner: Tensor | None) -> Tensor | None:
     return inner if outer is None else outer if inner is None else outer[inner.to(outer.device)]
 
 
-def _made_of(tensors: Sequence[Tensor], streams: Sequence[BlockStream]) -> frozenset[int]:
+def _made_of(
+    tensors: Sequence[Tensor], streams: Sequence[BlockStream], shared: set[int]
+) -> frozenset[int]:
     # The blocks whose own part of the stream such tensors were made of.
     found = set()
     for k, stream in enumerate(streams):
-        leaves = [Point.of(x) for x in stream.before if x.requires_grad]
+        own = [x for x in stream.before if id(x) not in shared and x.requires_grad]
+        leaves = [Point.of(x) for x in own]
         if any(dependencies([Point.of(x) for x in tensors], leaves)):
             found.add(k)
     return frozenset(found)
