@@ -112,27 +112,30 @@ class OpenMixer:
         else:
             own, before, after = self.projection.given, self.gated, gated
         before, after = before.reshape(own.shape), after.reshape(own.shape)
-        change = after - before
-        if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
+        is_followed = torch.is_grad_enabled() and own.requires_grad
+        if is_followed and not (before.requires_grad or after.requires_grad):
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
                 "its coefficients, as all measured mixers are, so no gradient goes through the "
                 "intervention's change; expected torch.no_grad(). Or register an adapter with "
                 "captum_ssm.register_mixer(module_type, freeze)."
             )
-        edited = own + change
-        edited = (edited + _rounded_away(own, before, after, edited)).to(own.dtype)
+        edited = _left(own, before, after)
+        if torch.is_grad_enabled():
+            followed = own + (after - before)
+            edited = followed + (edited - followed).detach()
+        edited = edited.to(own.dtype)
         return edited if self.projection is None else self.projection.of(edited)
 
 
 @torch.no_grad()
-def _rounded_away(own: Tensor, before: Tensor, after: Tensor, edited: Tensor) -> Tensor:
-    """What rounding takes from ``edited``, which is ``own + (after - before)``.
+def _left(own: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """What an edit leaves of the module's own result, where the frozen mixer's becomes another.
 
-    The module's own result and the frozen mixer's, ``before``, differ by rounding. What is left
-    keeps its share of that, and where nothing is left it is zero: a norm that follows would scale
-    the rounding of what is removed up to the size of a token. What is not edited stays as it is.
+    The two differ by rounding before the edit. What is left keeps its share of that, and where
+    nothing is left it is zero: a norm that follows would scale the rounding of what is removed up
+    to the size of a token. What is not edited stays as it is.
     """
-    share = (after / before).abs().nan_to_num(1.0).clamp(max=1)
-    exact = after + share * (own - before)
-    return torch.where(after == before, 0, exact - edited)
+    share = (after / before).abs_().nan_to_num_(1.0).clamp_(max=1)
+    left = share.mul_(own - before).add_(after)
+    return torch.where(after == before, own, left)
