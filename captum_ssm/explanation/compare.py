@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from captum_ssm.explanation.parts import Example, ExplanationData, Maps, Output
+from captum_ssm.explanation.parts import Example, Maps, Output
 from captum_ssm.explanation.tables import rows_of
 
-E = TypeVar("E", bound=ExplanationData)
+if TYPE_CHECKING:
+    from captum_ssm.explanation.explanation import Explanation
 
 
-def joined(first: E, second: E) -> E:
+def joined(first: Explanation, second: Explanation) -> Explanation:
     """The examples of both.
 
     Raises:
@@ -28,7 +29,7 @@ def joined(first: E, second: E) -> E:
     return _of_both(first, second, model=model, examples=first.examples + second.examples)
 
 
-def difference(first: E, second: E) -> E:
+def difference(first: Explanation, second: Explanation) -> Explanation:
     """One explanation minus another one, row by row.
 
     Raises:
@@ -57,7 +58,7 @@ def _told(methods: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return ", ".join(name + (f" {options}" if options else "") for name, options in methods)
 
 
-def _of_both(first: E, second: E, **changes: Any) -> E:
+def _of_both(first: Explanation, second: Explanation, **changes: Any) -> Explanation:
     # Settings and versions stay where both have them.
     for name in ("settings", "versions"):
         theirs = getattr(second, name)

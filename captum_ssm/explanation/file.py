@@ -14,21 +14,24 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from captum_ssm.explanation.circuits import check_circuits
-from captum_ssm.explanation.parts import ExplanationData, Maps, Method
+from captum_ssm.explanation.parts import Maps, Method
 from captum_ssm.explanation.read import Damaged, example, printable, read
+
+if TYPE_CHECKING:
+    from captum_ssm.explanation.explanation import Explanation
 
 FORMAT = "captum_ssm.explanation"
 VERSION = 1
 
 
-def save(explanation: ExplanationData, path: str | Path) -> None:
+def save(explanation: Explanation, path: str | Path) -> None:
     """Write an explanation, as :meth:`Explanation.save` says."""
     path = Path(path)
     if path.suffix != ".json":

@@ -364,15 +364,3 @@ class Method:
     note: str
     adds_up: bool
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class ExplanationData:
-    """The fields of :class:`Explanation`, for the functions that it is built on."""
-
-    title: str
-    model: str
-    methods: tuple[Method, ...]
-    examples: tuple[Example, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from captum_ssm.explanation.parts import ExplanationData
 from captum_ssm.explanation.tables import require_texts, shares
 from captum_ssm.utils.tables import html_table
 
 if TYPE_CHECKING:
     import pandas
+
+    from captum_ssm.explanation.explanation import Explanation
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Summary:
         )
 
 
-def summary(explanation: ExplanationData) -> Summary:
+def summary(explanation: Explanation) -> Summary:
     """The summary of :meth:`Explanation.mean`."""
     require_texts(explanation, "the mean")
     found: dict[str, list[Mean]] = {"token": [], "position": [], "distance": []}
@@ -125,7 +126,7 @@ def summary(explanation: ExplanationData) -> Summary:
 
 
 def _entries(
-    explanation: ExplanationData, method: str
+    explanation: Explanation, method: str
 ) -> Iterator[tuple[tuple[str, int, int], tuple[float, float]]]:
     # What is explained first at each output, token by token: (text, position, distance), numbers.
     for example in explanation.examples:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Answer, Example, ExplanationData, Method, Output
+from captum_ssm.explanation.parts import Answer, Example, Method, Output
 from captum_ssm.explanation.units import bounds_of, spans_of, summed, texts_of
 
 if TYPE_CHECKING:
     import pandas
+
+    from captum_ssm.explanation.explanation import Explanation
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def told_answer(outputs: Sequence[Output], between: str = "") -> ToldAnswer:
     )
 
 
-def require_texts(explanation: ExplanationData, what: str) -> None:
+def require_texts(explanation: Explanation, what: str) -> None:
     """Raise where an example is not a text.
 
     Raises:
@@ -87,7 +89,7 @@ def shares(values: np.ndarray) -> np.ndarray:
     return np.abs(values) / total if total else np.zeros_like(values)
 
 
-def to_pandas(explanation: ExplanationData, units: str) -> pandas.DataFrame:
+def to_pandas(explanation: Explanation, units: str) -> pandas.DataFrame:
     """The table of :meth:`Explanation.to_pandas`."""
     import pandas
 
@@ -121,7 +123,7 @@ def _target(row: Row) -> str:
     return row.answer.text + (f", not {row.against.text}" if row.against else "")
 
 
-def to_captum(explanation: ExplanationData) -> list[Any]:
+def to_captum(explanation: Explanation) -> list[Any]:
     """The records of :meth:`Explanation.to_captum`."""
     require_texts(explanation, "Captum's table")
     import torch

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from captum_ssm.explanation.corpus.parts import PLACES, ReportData
+from captum_ssm.explanation.corpus.parts import PLACES
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.page.data import page_data, rounded
-from captum_ssm.explanation.parts import ExplanationData
+
+if TYPE_CHECKING:
+    from captum_ssm.explanation.corpus.report import Report
+    from captum_ssm.explanation.explanation import Explanation
 
 FORMAT = "captum_ssm.report/1"
 MOST_TEXTS = 800_000  # characters of the examples that are shown as texts
@@ -20,7 +23,7 @@ MOST_SLICES = 40
 MOST_KEYS = {True: 30, False: 12}  # of all examples, and of a slice
 
 
-def report_data(report: ReportData) -> dict[str, Any]:
+def report_data(report: Report) -> dict[str, Any]:
     """The report as JSON, of bounded size however large the corpus is."""
     shown, other = _texts(report)
     step = -(-len(report.examples) // MOST_LISTED)
@@ -66,7 +69,7 @@ def report_data(report: ReportData) -> dict[str, Any]:
     }
 
 
-def _left_out(report: ReportData, listed: int, shown: int) -> list[str]:
+def _left_out(report: Report, listed: int, shown: int) -> list[str]:
     # What the page leaves out, so that it stays small.
     count, told = len(report.examples), []
     if listed < count:
@@ -87,7 +90,7 @@ def _left_out(report: ReportData, listed: int, shown: int) -> list[str]:
     return told
 
 
-def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
+def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
     # The most wanted examples, as many as there is room for; of two runs both.
     rows: list[int] = []
     size = 0
@@ -105,14 +108,14 @@ def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], 
     )
 
 
-def _joined(report: ReportData, parts: Sequence[ExplanationData]) -> dict[str, Any]:
+def _joined(report: Report, parts: Sequence[Explanation]) -> dict[str, Any]:
     # Explanations of a data set each have the title of their own answer.
     light = [_light(one) for one in parts]
     examples = tuple(one.examples[0] for one in light)
     return page_data(replace(light[0], title=report.title, examples=examples))
 
 
-def _light(explanation: ExplanationData) -> ExplanationData:
+def _light(explanation: Explanation) -> Explanation:
     (example,) = explanation.examples
     lens = tuple(replace(output, lens=()) for output in example.outputs)
     return replace(explanation, examples=(replace(example, maps=(), circuits=(), outputs=lens),))
@@ -152,7 +155,7 @@ def _difference(one: Difference) -> list[Any]:
     return [one.kind, one.key, *(rounded(value, 3) for value in numbers)]
 
 
-def _change(report: ReportData) -> dict[str, Any] | None:
+def _change(report: Report) -> dict[str, Any] | None:
     change = report.change
     if change is None:
         return None

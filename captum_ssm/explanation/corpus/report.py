@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from captum_ssm.explanation import file as _file
+from captum_ssm.explanation.corpus.changes import Change
 from captum_ssm.explanation.corpus.page_data import report_data
-from captum_ssm.explanation.corpus.parts import ReportData
+from captum_ssm.explanation.corpus.parts import ReportExample
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
+from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.read import printable
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ BAR = 24
 
 
 @dataclass(frozen=True, eq=False)
-class Report(ReportData):
+class Report:
     """Which parts of their texts many explained examples rest on, made by :func:`summarize`.
 
     Args:
@@ -47,6 +49,30 @@ class Report(ReportData):
         ('token', 3)
         >>> _ = report.to_html(folder / "report.html")
     """
+
+    title: str
+    model: str
+    method: str
+    units: str
+    examples: tuple[ReportExample, ...]
+    shares: Mapping[str, tuple[Share, ...]]
+    slices: tuple[Slice, ...]
+    change: Change | None
+    errors: Mapping[int, str]
+    shown: Mapping[int, Explanation]
+    shown_other: Mapping[int, Explanation]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> float | None:
+        """The part of the examples that is predicted right; None where no target was given."""
+        known = [one.right for one in self.examples if one.right is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def own(self) -> float:
+        """The mean share of the token at which the answer is read."""
+        return sum(one.own for one in self.examples) / len(self.examples)
 
     def __repr__(self) -> str:
         return f"<Report on {len(self.examples)} examples of {self.model} by {self.method}>"
@@ -123,13 +149,13 @@ class Report(ReportData):
         return {"text/html": framed(self.to_html(), self.title), "text/plain": str(self)}, {}
 
 
-def _told(report: ReportData) -> str:
+def _told(report: Report) -> str:
     # A line that begins a part has an empty one before it; no other break is the report's own.
     parts = (("\n" * line.startswith("\n"), line.removeprefix("\n")) for line in _lines(report))
     return "\n".join(gap + printable(line) for gap, line in parts)
 
 
-def _lines(report: ReportData) -> Iterator[str]:
+def _lines(report: Report) -> Iterator[str]:
     right = "" if report.right is None else f", {report.right:.1%} predicted right"
     what = f"{len(report.examples)} examples of {report.model} by {report.method}"
     yield f"{report.title}: {what}{right}"
@@ -162,7 +188,7 @@ def _lines(report: ReportData) -> Iterator[str]:
     yield from report.notes
 
 
-def _slices(report: ReportData) -> Iterator[str]:
+def _slices(report: Report) -> Iterator[str]:
     by = None
     for part in report.slices:
         if part.by != by:
