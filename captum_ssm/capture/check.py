@@ -215,20 +215,6 @@ class Deviation:
 
 
 def check_reconstruction(
-    name: str, call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None = None
-) -> None:
-    """Raise `ReconstructionError` unless ``rebuilt`` is the mixer's output.
-
-    Args:
-        name (str): the layer's, for the error.
-        call (MixerCall): its output is what is expected.
-        rebuilt (Rebuilt): by the frozen mixer.
-        mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
-    """
-    check_deviation(name, call, Deviation.of(call, rebuilt), mask)
-
-
-def check_deviation(
     name: str, call: MixerCall, deviation: Deviation, mask: Tensor | None = None
 ) -> None:
     """Raise `ReconstructionError` unless a frozen mixer returns the mixer's output.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.check import check_deviation
+from captum_ssm.capture.check import check_reconstruction
 from captum_ssm.capture.frozen_model import FrozenCall, FrozenModel
 from captum_ssm.capture.honesty import check_honesty
 from captum_ssm.capture.randomness import noting_draws, warn_of_randomness
@@ -262,7 +262,7 @@ def _frozen_layers(
         if mask is not None and (order is not None or mask.shape != call.output.shape[:2]):
             mask = None
         if during_run is not None and check:
-            check_deviation(name, call, during_run.deviation, mask)
+            check_reconstruction(name, call, during_run.deviation, mask)
         here = _brought(in_order(call, order, recording.shape[0]), recording.device)
         step = wiring.step_of[i]
         layers.append(FrozenCall(name, here, step, call, during_run, mask, check, order))

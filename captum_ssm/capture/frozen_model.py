@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.capture.check import (
+    Deviation,
     Rebuilt,
     check_reconstruction,
     is_padded_left,
@@ -45,7 +46,7 @@ class FrozenCall:
         call (MixerCall): what was recorded, on the device of the first mixer.
         step (int): its step through the model; mixers that run side by side share one.
         source (MixerCall): what was recorded, on the device of its own weights.
-        made (Made, optional): what was frozen, and compared, while the model ran.
+        made (FrozenDuringRun, optional): what was frozen, and compared, while the model ran.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
         check (bool): compare the frozen mixer with what the mixer returned.
         order (Tensor, optional): ``(W, l)``: token t of window w of the mixer's sequences is this
@@ -118,7 +119,8 @@ class FrozenCall:
         with copied(call.module), weights_loaded(call.module):
             mixer = adapter(call)
         if self.check and self.is_new and self.made is None:
-            check_reconstruction(self.name, call, Rebuilt.of(mixer, call), self.mask)
+            deviation = Deviation.of(call, Rebuilt.of(mixer, call))
+            check_reconstruction(self.name, call, deviation, self.mask)
         if call.linears is not None:
             call.linears.forget()
         if call.scans is not None:

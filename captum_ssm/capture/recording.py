@@ -50,8 +50,8 @@ class Recording:
             score reads what comes after the last mixer. Default: frozenset()
         operations (frozenset, optional): the functions that it called between its mixers.
             Default: frozenset()
-        ports (sequence of Port, optional): where the mixers were cut off, by call, if they were and
-            there is a score. Default: ()
+        ports (sequence of MixerCut, optional): where the mixers were cut off, by call, if they were
+            and there is a score. Default: ()
     """
 
     request: Request

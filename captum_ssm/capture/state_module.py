@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.check import Rebuilt, check_reconstruction
+from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -79,7 +79,8 @@ class StateModule(nn.Module):
             )
         found = adapter(own)
         with torch.no_grad():
-            check_reconstruction(path, own, Rebuilt.of(found), own.token_mask())
+            deviation = Deviation.of(own, Rebuilt.of(found))
+            check_reconstruction(path, own, deviation, own.token_mask())
         return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from captum_ssm.capture.check import Rebuilt, check_reconstruction
+from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction
 from captum_ssm.capture.model import refuse_scripted
 from captum_ssm.capture.recording import NotReachedError
 from captum_ssm.capture.request import Request
@@ -192,8 +192,8 @@ def _is_like(call: MixerCall) -> bool:
 def _reproduces(adapter: Freeze, call: MixerCall) -> bool:
     try:
         with torch.no_grad():
-            rebuilt = Rebuilt.of(adapter(call), call)
-            check_reconstruction("", call, rebuilt, call.token_mask())
+            deviation = Deviation.of(call, Rebuilt.of(adapter(call), call))
+            check_reconstruction("", call, deviation, call.token_mask())
     except MISFITS:
         return False
     return True

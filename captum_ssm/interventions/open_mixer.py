@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.check import Rebuilt, check_reconstruction
+from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.utils.clones import address
@@ -98,7 +98,8 @@ class OpenMixer:
             share = self.mixer.recurrence_share(gated)
             projected = None if projection is None else (gated, projection.given)
             rebuilt = Rebuilt(output, share, self.mixer.rounding, projected)
-            check_reconstruction(self.path, self.call, rebuilt, mask)
+            deviation = Deviation.of(self.call, rebuilt)
+            check_reconstruction(self.path, self.call, deviation, mask)
 
     def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
         """The module's output if its scans returned ``mixed`` instead of :attr:`mixed`."""

@@ -468,8 +468,9 @@ def test_the_check_knows_a_gate_that_is_wrong_by_a_tenth(family, dtype, monkeypa
         wrong = rebuilt + 0.1 * (rebuilt - mixer.out_proj(torch.zeros_like(mixer.inputs)))
         error = Deviation.of(call, Rebuilt.of(mixer)).errors(None).whole
         assert error <= 0.8 * tolerances_of(call, mixer.rounding).dtype
+        deviation = Deviation.of(call, replace(Rebuilt.of(mixer), output=wrong))
         with pytest.raises(ReconstructionError):
-            check_reconstruction(layer.name, call, replace(Rebuilt.of(mixer), output=wrong))
+            check_reconstruction(layer.name, call, deviation)
 
 
 def test_each_example_is_checked_by_itself():
@@ -479,7 +480,7 @@ def test_each_example_is_checked_by_itself():
     loud = replace(layer.call, result=layer.call.output * torch.tensor([1e4, 1.0])[:, None, None])
     wrong = replace(rebuilt, output=rebuilt.output * torch.tensor([1e4, 1.0])[:, None, None])
     with pytest.raises(ReconstructionError, match="relative error 9"):
-        check_reconstruction("a", loud, wrong)
+        check_reconstruction("a", loud, Deviation.of(loud, wrong))
 
 
 @each_method
