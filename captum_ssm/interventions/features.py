@@ -17,11 +17,9 @@ from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.memory import (
-    carried,
     changes_of_state,
     check_directions,
     memory_of,
-    split_states,
     state_of,
 )
 from captum_ssm.operators.composed import sum_of
@@ -105,7 +103,7 @@ def _in_state(readout: Readout, chosen: list[int], scale: float, tokens: Tokens)
         (mixed,) = opened.mixed
         at = mask_of("tokens", tokens, (mixed.shape[0], mixed.shape[1]), mixed.device)
         with torch.no_grad():
-            written = split_states(_written(readout, mixer, chosen, scale, at), operator)
+            written = operator.split_states(_written(readout, mixer, chosen, scale, at))
             pairs = zip(written, changes_of_state(mixer), strict=True)
             change = sum_of([change.matvec(part) for part, change in pairs])
         return opened.returning_mixed([mixed + change])
@@ -122,7 +120,7 @@ def _written(
     decoder = check_decoder(readout)[chosen].to(states)
     written, change = torch.zeros_like(states), torch.zeros_like(states[:, 0])
     for t in range(at.shape[1]):
-        change = carried(change, operator, t)
+        change = operator.carried(change, t)
         if bool(at[:, t].any()):
             state = (states[:, t] + change).flatten(1)
             values = readout.encode(state[:, None])[:, 0, chosen].to(states) * at[:, t, None]

@@ -17,7 +17,7 @@ from captum_ssm.interventions.runs import Runs, bar, runs_at_once, times
 from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers, mask_of
 from captum_ssm.interventions.states import has_operator, state_operator
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.operators import DiagonalOperator, TokenOperator
+from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.part import part_of
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import contextmanager
@@ -294,17 +294,14 @@ def _with_state(opened: OpenMixer, other: FrozenMixer, mask: Tensor, k: int) -> 
     at = torch.arange(mask.shape[1], device=mask.device)
     before, after = at <= last, at >= last
     changed: dict[str, Any] = {}
-    is_diagonal = isinstance(current, DiagonalOperator)
-    # What a state depends on; the other fields say how it is read.
-    names = ("dt", "right", "B") if is_diagonal else ("key", "log_decay", "erase", "probe")
-    for name in names:
+    for name in current.written_by:
         here, there = getattr(current, name), getattr(theirs, name)
         if here is not None:
             mask_of_field = before.view(*before.shape, *[1] * (here.dim() - 2))
             changed[name] = torch.where(mask_of_field, there, here)
     if getattr(current, "bonus", None) is not None:
         after = at > last  # a token reads the state before its own write
-    operator: TokenOperator = replace(current, **changed)
+    operator: TokenOperator = replace(current, **changed)  # type: ignore[type-var]
     v, skip = opened.mixer.values, opened.mixer.skip
     values = torch.where(before[..., None], times(other.values, k), v)
     y = operator.matvec(values)

@@ -14,14 +14,8 @@ from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.memory import (
-    StateOperator,
-    joined_states,
-    memory_of,
-    reads,
-    states_of,
-)
-from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
+from captum_ssm.mixers.memory import memory_of, reads, states_of
+from captum_ssm.operators.recurrence import StateOperator
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class LayerState:
             for read in reads(operator):
                 of_map = read.map_rows(row.expand(B, 1), 0, M)[:, :, 0]  # (B, M, L)
                 parts.append(of_map.mT.repeat_interleave(D // M, -1) * v)
-            return joined_states(parts, operator)
+            return operator.joined_states(parts)
 
     def memory_length(self, positions: Tokens = None) -> Tensor:
         r"""How many steps until half of what a token wrote is left, exact for this input.
@@ -172,7 +166,7 @@ def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
     at = mask_of("positions", positions, (1, L), values.device)[0].nonzero()[:, 0]
     with exact_arithmetic():
         parts = [part[:, at] for part in states_of(mixer)]
-        return LayerState(joined_states(parts, operator), at, mixer)
+        return LayerState(operator.joined_states(parts), at, mixer)
 
 
 def state_operator(mixer: FrozenMixer) -> StateOperator:
@@ -182,7 +176,7 @@ def state_operator(mixer: FrozenMixer) -> StateOperator:
         UnsupportedModelError: there is no such recurrence.
     """
     operator = mixer.recurrence
-    if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)) and mixer.memory is None:
+    if isinstance(operator, StateOperator) and mixer.memory is None:
         return operator
     raise UnsupportedModelError(
         f"this mixer is a {type(operator).__name__}, whose state after a token cannot be "
@@ -206,6 +200,6 @@ def left_of_writes(operator: StateOperator, t: int) -> Tensor:
     B, L, D, _ = operator.sizes
     impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
     impulse[:, t] = 1
-    left = joined_states([read.matvec(impulse) for read in reads(operator)], operator)
+    left = operator.joined_states([read.matvec(impulse) for read in reads(operator)])
     left = left[..., 0] if left.dim() == 5 else left  # a head's channels are alike
     return torch.linalg.vector_norm(left, dim=-1)[:, t:]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +15,10 @@ from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
-    LinearAttentionOperator,
     SumOperator,
     TokenOperator,
 )
-
-StateOperator: TypeAlias = DiagonalOperator | LinearAttentionOperator
+from captum_ssm.operators.recurrence import StateOperator, for_each
 
 
 def memory_of(mixer: FrozenMixer) -> StateOperator:
@@ -31,7 +28,7 @@ def memory_of(mixer: FrozenMixer) -> StateOperator:
         UnsupportedModelError: the mixer keeps no state, or several.
     """
     operator = mixer.recurrence if mixer.memory is None else mixer.memory()
-    if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
+    if isinstance(operator, StateOperator):
         return operator
     raise UnsupportedModelError(
         f"this mixer is a {type(operator).__name__}, which keeps no state of one scan; expected a "
@@ -40,20 +37,13 @@ def memory_of(mixer: FrozenMixer) -> StateOperator:
     )
 
 
-def state_shape(operator: StateOperator) -> tuple[int, ...]:
-    """The state at a token: ``(D, N)``, or per head a matrix of keys by values ``(H, K, P)``."""
-    if isinstance(operator, DiagonalOperator):
-        return (operator.channels, operator.A.shape[-1])
-    return (*operator.query.shape[2:], operator.width)
-
-
 def check_directions(operator: StateOperator, directions: Tensor) -> None:
     """Raise unless directions are ``(F, D, N)`` or ``(F, H, K, P)``, as the state is.
 
     Raises:
         InputError: for another shape.
     """
-    F, expected = len(directions), state_shape(operator)
+    F, expected = len(directions), operator.state_shape
     if directions.shape[1:] != expected:
         raise InputError(
             f"directions have shape {tuple(directions.shape)}, and the state after a token is "
@@ -61,21 +51,14 @@ def check_directions(operator: StateOperator, directions: Tensor) -> None:
         )
 
 
-def reads(operator: StateOperator) -> Iterator[TokenOperator]:
+def reads(operator: StateOperator) -> Iterator[StateOperator]:
     """For each of the N states, the operator that returns it: a unit vector reads it."""
-    for unit in torch.eye(_states(operator)):
-        yield _reading(operator, unit)
+    return map(operator.reading, torch.eye(operator.state_shape[1]))
 
 
-def writes(operator: StateOperator) -> Iterator[TokenOperator]:
+def _writes(operator: StateOperator) -> Iterator[StateOperator]:
     """For each of the N states, the operator whose tokens write into that state alone."""
-    for unit in torch.eye(_states(operator)):
-        if isinstance(operator, DiagonalOperator):
-            B, right = unit.to(operator.B).expand_as(operator.B), torch.ones_like(operator.right)
-            yield replace(operator, B=B, right=right, columns=None)
-        else:
-            bonus = None if operator.bonus is None else torch.zeros_like(operator.bonus)
-            yield replace(operator, key=unit.to(operator.key).expand_as(operator.key), bonus=bonus)
+    return map(operator.writing, torch.eye(operator.state_shape[1]))
 
 
 def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
@@ -85,7 +68,7 @@ def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
 
 def state_of(mixer: FrozenMixer) -> Tensor:
     """The state after every token, ``(B, L, D, N)`` or ``(B, L, H, K, P)``."""
-    return joined_states([*states_of(mixer)], memory_of(mixer))
+    return memory_of(mixer).joined_states([*states_of(mixer)])
 
 
 def changes_of_state(mixer: FrozenMixer) -> Iterator[TokenOperator]:
@@ -100,11 +83,11 @@ def changes_of_state(mixer: FrozenMixer) -> Iterator[TokenOperator]:
     """
     kept = memory_of(mixer)
     if mixer.memory is None:
-        return writes(replace(kept, conv=None) if isinstance(kept, DiagonalOperator) else kept)
+        return _writes(replace(kept, conv=None) if isinstance(kept, DiagonalOperator) else kept)
     whole = mixer.recurrence
     parts = whole.parts if isinstance(whole, SumOperator) else (whole,)
     alone = (x.joined if isinstance(x, ConvolvedOperator) else x for x in parts)
-    readers = [x for x in alone if isinstance(x, (DiagonalOperator, LinearAttentionOperator))]
+    readers = [x for x in alone if isinstance(x, StateOperator)]
     if len(readers) != 1 or not _is_read(kept, readers[0], mixer.values):
         raise UnsupportedModelError(
             f"this mixer keeps the state of a {type(kept).__name__}, which is not what its "
@@ -112,58 +95,24 @@ def changes_of_state(mixer: FrozenMixer) -> Iterator[TokenOperator]:
             "known; expected a recurrence that reads the state that is kept, as it is or a few "
             "tokens later."
         )
-    return writes(readers[0])
-
-
-def carried(state: Tensor, operator: StateOperator, t: int) -> Tensor:
-    """What a state before token t is after it, without what that token writes, ``(B, ...)``."""
-    if isinstance(operator, DiagonalOperator):
-        return state * torch.exp(operator.A * operator.dt[:, t, :, None])
-    state = state * operator.log_decay[:, t, ..., None].exp()  # (B, H, K, P)
-    if operator.erase is None or operator.probe is None:
-        return state
-    read = (operator.probe[:, t, ..., None] * state).sum(-2, keepdim=True)
-    return state - operator.erase[:, t, ..., None] * read
+    return _writes(readers[0])
 
 
 def _is_read(kept: StateOperator, reader: StateOperator, values: Tensor) -> bool:
     # Whether a recurrence has the state that is kept, or, where it delays its values by a
     # convolution, had it as many tokens before. One sum of the N states tells.
-    if state_shape(kept) != state_shape(reader):
+    if kept.state_shape != reader.state_shape:
         return False
-    weights = torch.linspace(1, 2, _states(kept))
-    state, found = (_reading(one, weights).matvec(values) for one in (kept, reader))
+    weights = torch.linspace(1, 2, kept.state_shape[1])
+    state, found = (one.reading(weights).matvec(values) for one in (kept, reader))
     if isinstance(reader, DiagonalOperator) and reader.conv is not None:
         state = causal_conv(state, reader.conv)
     return bool((found - state).norm() <= 1e-3 * state.norm())
 
 
-def _states(operator: StateOperator) -> int:
-    is_diagonal = isinstance(operator, DiagonalOperator)
-    return (operator.C if is_diagonal else operator.query).shape[-1]  # type: ignore[union-attr]
-
-
-def _reading(operator: StateOperator, vector: Tensor) -> TokenOperator:
-    # The recurrence, read by one vector (N,) at all tokens.
-    if isinstance(operator, DiagonalOperator):
-        return replace(operator, C=vector.to(operator.C).expand_as(operator.C), left=None)
-    query = vector.to(operator.query).expand_as(operator.query)
-    return replace(operator, query=query, bonus=None)
-
-
-def joined_states(parts: Sequence[Tensor], operator: StateOperator) -> Tensor:
-    """The N states, ``(..., D)`` each, as one of ``(..., D, N)`` or ``(..., H, N, P)``."""
-    if isinstance(operator, DiagonalOperator):
-        return torch.stack([*parts], -1)
-    heads = [part.unflatten(-1, (-1, operator.width)) for part in parts]
-    return torch.stack(heads, -2)
-
-
 def split_states(state: Tensor, operator: StateOperator) -> tuple[Tensor, ...]:
     """The N states, ``(..., D)`` each, of ``(..., D, N)`` or ``(..., H, N, P)``."""
-    if isinstance(operator, DiagonalOperator):
-        return state.unbind(-1)
-    return tuple(part.flatten(-2) for part in state.unbind(-2))
+    return operator.split_states(state)
 
 
 def state_reader(mixer: FrozenMixer, directions: Tensor) -> FrozenMixer:
@@ -184,10 +133,10 @@ def state_reader(mixer: FrozenMixer, directions: Tensor) -> FrozenMixer:
     """
     operator, F = memory_of(mixer), len(directions)
     check_directions(operator, directions)
-    each = partial(_for_each, count=F)
+    each = partial(for_each, count=F)
     sums = torch.eye(F).to(mixer.inputs).repeat_interleave(operator.channels, 1)  # (F, F D)
     return FrozenMixer(
-        recurrence=_read_by(operator, directions.to(mixer.inputs)),
+        recurrence=operator.of_features(directions.to(mixer.inputs)),
         inputs=each(mixer.inputs),
         out_proj=lambda y: y.unflatten(-1, (F, -1)).sum(-1),
         out_weight=sums,
@@ -196,46 +145,4 @@ def state_reader(mixer: FrozenMixer, directions: Tensor) -> FrozenMixer:
         activation=each(mixer.activation),
         neighbor_share=mixer.neighbor_share,
         rounding=mixer.rounding,
-    )
-
-
-def _for_each(x: Any, count: int, dim: int = -1) -> Any:
-    # A tensor's channels along an axis, once for each feature; None stays None.
-    return x if x is None or count == 1 else torch.cat([x] * count, dim)
-
-
-def _read_by(operator: StateOperator, directions: Tensor) -> StateOperator:
-    # One channel, or head of width one, for each feature and channel of the values.
-    F = len(directions)
-    each = partial(_for_each, count=F)
-    if isinstance(operator, DiagonalOperator):
-        D, groups = operator.channels, operator.B.shape[2]
-        write = each(operator.B.repeat_interleave(D // groups, 2), dim=2)
-        return replace(
-            operator,
-            dt=each(operator.dt),
-            right=each(operator.right),
-            A=each(operator.A, dim=0),
-            B=write,
-            C=directions.flatten(0, 1).expand_as(write),
-            left=None,
-            conv=each(operator.conv, dim=0),
-            columns=each(operator.columns),
-        )
-    P = operator.width
-
-    def spread(x: Any) -> Any:
-        return None if x is None else each(x.repeat_interleave(P, 2), dim=2)
-
-    key = spread(operator.key)
-    query = directions.movedim(2, 3).flatten(0, 2).expand_as(key)  # (F H P, K), by head and value
-    return replace(
-        operator,
-        query=query,
-        key=key,
-        log_decay=spread(operator.log_decay),
-        erase=spread(operator.erase),
-        probe=spread(operator.probe),
-        bonus=None,
-        width=1,
     )

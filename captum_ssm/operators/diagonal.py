@@ -14,6 +14,7 @@ eq. 13); with a gate in l, an activation in r and a convolution before it, the u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,11 +24,12 @@ from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
 from captum_ssm.operators.factors import lagged, product, sum_of
+from captum_ssm.operators.recurrence import StateOperator, for_each
 from captum_ssm.operators.states import around, units_after, units_before
 
 
 @dataclass(frozen=True)
-class DiagonalOperator(DiagonalCoefficients, TokenOperator):
+class DiagonalOperator(DiagonalCoefficients, StateOperator):
     """A diagonal recurrence with optional row and column factors; one map per channel.
 
     The operator is ``diag(left) alpha diag(right) conv diag(columns)``. The arguments are those
@@ -46,6 +48,8 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         >>> operator.rows(torch.tensor([[4]]), "mean").shape  # the last row alone, in linear time
         torch.Size([1, 1, 5])
     """
+
+    written_by = ("dt", "right", "B")
 
     def matvec(self, v: Tensor) -> Tensor:
         return kernels.diagonal_scan(v, self)
@@ -91,6 +95,47 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
 
     def with_taps(self, taps: Tensor, right: Tensor | None = None) -> TokenOperator:
         return replace(self, conv=taps, columns=right)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.channels, self.A.shape[1]
+
+    def reading(self, vector: Tensor) -> DiagonalOperator:
+        return replace(self, C=vector.to(self.C).expand_as(self.C), left=None)
+
+    def writing(self, vector: Tensor) -> DiagonalOperator:
+        B, right = vector.to(self.B).expand_as(self.B), torch.ones_like(self.right)
+        return replace(self, B=B, right=right, columns=None)
+
+    def of_features(self, directions: Tensor) -> DiagonalOperator:
+        F, size = len(directions), self.channels // self.B.shape[2]
+        write = for_each(self.B.repeat_interleave(size, 2), F, 2)
+        return replace(
+            self,
+            dt=for_each(self.dt, F),
+            right=for_each(self.right, F),
+            A=for_each(self.A, F, 0),
+            B=write,
+            C=directions.flatten(0, 1).expand_as(write),
+            left=None,
+            conv=for_each(self.conv, F, 0),
+            columns=for_each(self.columns, F),
+        )
+
+    def carried(self, state: Tensor, t: int) -> Tensor:
+        return state * torch.exp(self.A * self.dt[:, t, :, None])
+
+    def decays(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.conv is not None:
+            return None
+        written = self.B.repeat_interleave(self.channels // self.B.shape[2], 2)
+        return written * self.right[..., None], -self.dt[..., None], -self.A
+
+    def joined_states(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([*parts], -1)
+
+    def split_states(self, state: Tensor) -> tuple[Tensor, ...]:
+        return state.unbind(-1)
 
 
 def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:

@@ -9,7 +9,9 @@ e_t is subtracted. The matrix is exact in both cases.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,12 @@ from captum_ssm import kernels
 from captum_ssm.kernels import LinearAttentionCoefficients
 from captum_ssm.operators.base import TokenOperator
 from captum_ssm.operators.heads import HeadOperator
+from captum_ssm.operators.recurrence import StateOperator, for_each
 from captum_ssm.operators.states import around, units_after, units_before
 
 
 @dataclass(frozen=True)
-class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
+class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator, StateOperator):
     """Linear attention with decay and an optional delta rule; one map per head.
 
     The other arguments are those of :class:`~captum_ssm.kernels.LinearAttentionCoefficients`.
@@ -42,6 +45,7 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
     """
 
     width: int = field(kw_only=True)
+    written_by = ("key", "log_decay", "erase", "probe")
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -96,3 +100,48 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
         if left.device.type != "cpu" or not kernels.extension_loaded():
             return None
         return kernels.linear_attention_weighted(left, right, taps, columns, self, start)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (*self.query.shape[2:], self.width)
+
+    def reading(self, vector: Tensor) -> LinearAttentionOperator:
+        return replace(self, query=vector.to(self.query).expand_as(self.query), bonus=None)
+
+    def writing(self, vector: Tensor) -> LinearAttentionOperator:
+        bonus = None if self.bonus is None else torch.zeros_like(self.bonus)
+        return replace(self, key=vector.to(self.key).expand_as(self.key), bonus=bonus)
+
+    def of_features(self, directions: Tensor) -> LinearAttentionOperator:
+        F = len(directions)
+
+        def spread(x: Tensor | None) -> Any:
+            return None if x is None else for_each(x.repeat_interleave(self.width, 2), F, 2)
+
+        key = spread(self.key)
+        return LinearAttentionOperator(
+            query=directions.movedim(2, 3).flatten(0, 2).expand_as(key),  # (F H P, N)
+            key=key,
+            log_decay=spread(self.log_decay),
+            erase=spread(self.erase),
+            probe=spread(self.probe),
+            width=1,
+        )
+
+    def carried(self, state: Tensor, t: int) -> Tensor:
+        state = state * self.log_decay[:, t, ..., None].exp()  # (B, H, N, P)
+        if self.erase is None or self.probe is None:
+            return state
+        read = (self.probe[:, t, ..., None] * state).sum(-2, keepdim=True)
+        return state - self.erase[:, t, ..., None] * read
+
+    def decays(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.erase is not None:
+            return None
+        return self.key, self.log_decay, torch.ones_like(self.key[0, 0])
+
+    def joined_states(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([part.unflatten(-1, (-1, self.width)) for part in parts], -2)
+
+    def split_states(self, state: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.flatten(-2) for part in state.unbind(-2))

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from captum_ssm import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.memory import (
-    carried,
-    changes_of_state,
-    joined_states,
-    split_states,
-    states_of,
-)
+from captum_ssm.mixers.memory import changes_of_state, states_of
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, SumOperator
 
 B, L, H, K, P = 2, 6, 2, 3, 4
@@ -104,17 +98,17 @@ def test_the_coefficient_of_a_state_is_its_gradient(kind):
     mixer, g = of(operator), random(B, L, H * P)
     found, y = step_by_step(operator, mixer.values)
     torch.testing.assert_close(operator.matvec(mixer.values), y.detach())
-    state = joined_states([*states_of(mixer)], operator)
+    state = operator.joined_states([*states_of(mixer)])
     torch.testing.assert_close(state, torch.stack(found, 1).detach())
     expected = torch.autograd.grad((g * y).sum(), found, allow_unused=True)
-    slopes = joined_states([change.rmatvec(g) for change in changes_of_state(mixer)], operator)
+    slopes = operator.joined_states([change.rmatvec(g) for change in changes_of_state(mixer)])
     for t in range(L):
         of_t = torch.zeros_like(found[t]) if expected[t] is None else expected[t]
         torch.testing.assert_close(slopes[:, t], of_t)
 
     # A change of all states, later ones of what earlier ones left too.
     changes = random(*state.shape)
-    parts = zip(split_states(changes, operator), changes_of_state(mixer), strict=True)
+    parts = zip(operator.split_states(changes), changes_of_state(mixer), strict=True)
     change = sum(operator.matvec(part) for part, operator in parts)
     torch.testing.assert_close((g * change).sum(), (slopes * changes).sum())
 
@@ -123,11 +117,11 @@ def test_the_coefficient_of_a_state_is_its_gradient(kind):
 def test_a_state_is_carried_to_the_next_token_and_written_into(kind):
     operator = OPERATORS[kind]()
     mixer = of(operator)
-    state = joined_states([*states_of(mixer)], operator)
+    state = operator.joined_states([*states_of(mixer)])
     silent = mixer.values.clone()
     silent[:, 3] = 0
-    without = joined_states([*states_of(replace(mixer, inputs=silent))], operator)
-    torch.testing.assert_close(carried(state[:, 2], operator, 3), without[:, 3])
+    without = operator.joined_states([*states_of(replace(mixer, inputs=silent))])
+    torch.testing.assert_close(operator.carried(state[:, 2], 3), without[:, 3])
 
 
 def test_a_state_that_the_recurrence_does_not_read_is_refused():

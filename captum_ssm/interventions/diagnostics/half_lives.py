@@ -10,8 +10,9 @@ from torch import Tensor
 from captum_ssm.capture import exact_arithmetic
 from captum_ssm.interventions.states import left_of_writes
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.memory import StateOperator, memory_of, reads, states_of
-from captum_ssm.operators import DiagonalOperator
+from captum_ssm.mixers.memory import memory_of, reads, states_of
+from captum_ssm.operators import HeadOperator
+from captum_ssm.operators.recurrence import StateOperator
 
 # A decay of exp(-1000) is zero, and sums of such decays can still be subtracted.
 _GONE = -1000.0
@@ -39,31 +40,13 @@ def half_lives(mixer: FrozenMixer, at: Tensor) -> HalfLives:
     """Half-lives of what tokens ``at`` wrote, by channel or head; linear between tokens in log."""
     operator = memory_of(mixer)
     with exact_arithmetic():
-        if _is_delta(operator):
-            return _by_scans(operator, at)
-        return _by_decays(*_decays(operator), at)
+        decays = operator.decays()
+        return _by_scans(operator, at) if decays is None else _by_decays(*decays, at)
 
 
-def _is_delta(operator: StateOperator) -> bool:
-    # With a convolution or erasing, what is left of a write is more than its decays.
-    if isinstance(operator, DiagonalOperator):
-        return operator.conv is not None
-    return operator.erase is not None
-
-
-def _decays(operator: StateOperator) -> tuple[Tensor, Tensor, Tensor]:
-    # The write (B, L, M, N), the sum of log decays (B, L, M, 1 or N), and its factor (M, N).
-    if isinstance(operator, DiagonalOperator):
-        written = operator.B.repeat_interleave(operator.channels // operator.B.shape[2], 2)
-        written = written * operator.right[..., None]
-        logs, rates = -operator.dt[..., None], -operator.A
-    else:
-        written, logs = operator.key, operator.log_decay
-        rates = torch.ones_like(written[0, 0])
-    return written.double(), logs.double().clamp(min=_GONE).cumsum(1), rates.double()
-
-
-def _by_decays(written: Tensor, decays: Tensor, rates: Tensor, at: Tensor) -> HalfLives:
+def _by_decays(written: Tensor, logs: Tensor, rates: Tensor, at: Tensor) -> HalfLives:
+    written, rates = written.double(), rates.double()
+    decays = logs.double().clamp(min=_GONE).cumsum(1)
     B, L, M, _ = written.shape
     start, weight = decays[:, at], written[:, at].square()
 
@@ -142,5 +125,4 @@ def state_sizes(mixer: FrozenMixer, at: Tensor) -> StateSizes:
 
 def _units(x: Tensor, operator: StateOperator) -> Tensor:
     # (..., D) -> (..., heads, width); a diagonal recurrence is one unit of all channels.
-    width = x.shape[-1] if isinstance(operator, DiagonalOperator) else operator.width
-    return x.unflatten(-1, (-1, width))
+    return x.unflatten(-1, (operator.maps if isinstance(operator, HeadOperator) else 1, -1))
