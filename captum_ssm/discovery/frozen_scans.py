@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
 
-from captum_ssm.discovery.measure.unfused import fused_functions, unfused
+from captum_ssm.discovery.measure.unfused import fused_functions, unfuse
 from captum_ssm.discovery.scans import FunctionCall, Scan, ScanCalls, intercepted
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.errors import ReconstructionError, UnsupportedModelError
@@ -27,7 +27,7 @@ def scans_frozen(model: nn.Module, seen: Callable[[Scan], object] | None = None)
     gate) on the graph. Fused norms run by their equations, whose nodes there are rules for.
 
     Args:
-        model (nn.Module): what is run.
+        model (nn.Module): copies of the user's modules, thrown away after the run.
         seen (Callable, optional): is given each scan, alive in the graph. Default: None
 
     Raises:
@@ -39,13 +39,11 @@ def scans_frozen(model: nn.Module, seen: Callable[[Scan], object] | None = None)
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
     fused = fused_functions() if measured else {}
     frozen = _FrozenCalls(measured, functions, fused, seen)
-    with ExitStack() as stack:
-        for module in measured:
-            stack.enter_context(unfused(module))
-            stack.callback(module.register_forward_pre_hook(frozen.enter, prepend=True).remove)
-            stack.callback(module.register_forward_hook(frozen.leave, always_call=True).remove)
-        if functions:
-            stack.enter_context(intercepted(frozen.handle, [*functions, *fused]))
+    for module in measured:
+        unfuse(module)
+        module.register_forward_pre_hook(frozen.enter, prepend=True)
+        module.register_forward_hook(frozen.leave, always_call=True)
+    with intercepted(frozen.handle, [*functions, *fused]) if functions else nullcontext():
         yield
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from captum_ssm.discovery.measure.unfused import fused_functions, unfused
+from captum_ssm.discovery.measure.unfused import fused_functions, unfuse
 from captum_ssm.discovery.scans import (
     PRODUCTS,
     FunctionCall,
@@ -144,6 +144,7 @@ def run_cut(
         module = copies.root
         if silent or working != call.output.dtype:
             module = _in_dtype(module, working, without_bias=silent)
+        unfuse(module)
         leaf = recorded.detach().to(working, copy=True).requires_grad_()
         tokens = leaf.clone()
 
@@ -170,7 +171,6 @@ def run_cut(
         )
         known = candidate_functions() if functions is None else [*functions]
         with (
-            unfused(module),
             plain_graph(),
             _norms_noted(module, run),
             _Layers(run),

@@ -9,8 +9,7 @@ equations give the same results up to rounding, and are compared with what the m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm.discovery.scans import FunctionCall
-from captum_ssm.utils.blocks import contextmanager
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -29,18 +27,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@contextmanager
-def unfused(module: nn.Module) -> Iterator[None]:
-    """Run the fused norms and convolutions inside of ``module`` by their equations."""
-    with ExitStack() as stack:
-        for part in module.modules():
-            plain = _PLAIN.get(type(part).__name__)
-            if plain is None or type(part).__module__.partition(".")[0] != "fla":
-                continue
-            before = vars(part).get("forward")
+def unfuse(module: nn.Module) -> None:
+    """Have the fused norms and convolutions in a copy of a module run by their equations."""
+    for part in module.modules():
+        plain = _PLAIN.get(type(part).__name__)
+        if plain is not None and type(part).__module__.partition(".")[0] == "fla":
             part.forward = partial(plain, part, part.forward)
-            stack.callback(_put_back, part, before)
-        yield
 
 
 def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
@@ -67,13 +59,6 @@ def fused_norms() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
                 if {"x", "weight", "bias", "residual", "prenorm", "eps"}.issubset(names):
                     functions[function] = _added_norm
     return functions
-
-
-def _put_back(part: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del part.forward
-    else:
-        part.forward = forward
 
 
 def _is_more(args: Any, kwargs: dict[str, Any]) -> bool:
