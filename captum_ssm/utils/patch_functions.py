@@ -34,12 +34,12 @@ _EXCHANGED: dict[FunctionType, _Exchange] = {}
 @contextmanager
 def patched_functions(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
     """Calls of some functions in this thread run another body."""
-    user = _User(functions)
+    functions, user = list(functions), object()
     with ExitStack() as stack, stack:
         undo(stack, setattr, _THIS, "bodies", _THIS.bodies)
-        undo(stack, user.put_back)
-        user.exchange()
-        _THIS.bodies = {**_THIS.bodies, **dict.fromkeys(user.functions, body)}
+        undo(stack, _put_back, functions, user)
+        _put(functions, user)
+        _THIS.bodies = {**_THIS.bodies, **dict.fromkeys(functions, body)}
         yield
 
 
@@ -51,10 +51,10 @@ def own_codes(functions: Iterable[FunctionType]) -> list[CodeType]:
 
 
 class _Exchange:
-    # A function whose body is replaced, by how many runs.
+    # A function whose body is replaced, and by which blocks.
     def __init__(self, function: FunctionType) -> None:
         f = self.function = function
-        self.code, self.users = f.__code__, set[_User]()
+        self.code, self.users = f.__code__, set[object]()
         self.original = FunctionType(
             f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
         )
@@ -93,29 +93,25 @@ def _stub(*args: Any, **kwargs: Any) -> Any:
     return exchange(*args, **kwargs)
 
 
-class _User:
-    # A block whose functions have other bodies.
-    def __init__(self, functions: Iterable[FunctionType]) -> None:
-        self.functions = list(functions)
+def _put(functions: Iterable[FunctionType], user: object) -> None:
+    with _LOCK:
+        for function in functions:
+            exchange = _EXCHANGED.get(function)
+            if exchange is None:
+                exchange = _EXCHANGED[function] = _Exchange(function)
+            exchange.users.add(user)
+            exchange.put()
 
-    def exchange(self) -> None:
-        with _LOCK:
-            for function in self.functions:
-                exchange = _EXCHANGED.get(function)
-                if exchange is None:
-                    exchange = _EXCHANGED[function] = _Exchange(function)
-                exchange.users.add(self)
-                exchange.put()
 
-    def put_back(self) -> None:
-        with _LOCK:
-            for function in self.functions:
-                exchange = _EXCHANGED.get(function)
-                if exchange is not None:
-                    exchange.users.discard(self)
-                    if not exchange.users:
-                        exchange.put_back()
-                        _EXCHANGED.pop(function, None)
+def _put_back(functions: Iterable[FunctionType], user: object) -> None:
+    with _LOCK:
+        for function in functions:
+            exchange = _EXCHANGED.get(function)
+            if exchange is not None:
+                exchange.users.discard(user)
+                if not exchange.users:
+                    exchange.put_back()
+                    _EXCHANGED.pop(function, None)
 
 
 def _after_fork() -> None:
