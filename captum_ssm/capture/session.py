@@ -13,7 +13,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from captum_ssm.utils.offload import reloaded_in_backward
 
 if TYPE_CHECKING:
     from nnsight import Envoy
+
+    from captum_ssm.capture.visits import Visits
 
 # Whether the model's current run, in this thread, is a recorded one.
 IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
@@ -154,25 +156,12 @@ def find_points(
     return mixers, picked
 
 
-class Looks(Protocol):
-    """What looks at the calls of a run. Each may raise."""
-
-    def enter(self, module: nn.Module, inputs: Any) -> Any:
-        """What a module is to be given in place of ``inputs``, ``(args, kwargs)``."""
-
-    def leave(self, module: nn.Module, inputs: Any, value: Any) -> tuple[Any, Any]:
-        """What is kept of the call, None for nothing, and what the model goes on with."""
-
-    def abandon(self, module: nn.Module) -> None:
-        """Forget a call that was entered, and ended in an exception."""
-
-
 def traced(
     points: dict[nn.Module, str],
     model: Any,
     copies: Copies,
     run: Callable[[], Any],
-    visits: Looks,
+    visits: Visits,
 ) -> tuple[Any, list[tuple[nn.Module, Any, Any]], list[Any]]:
     """Run a model, with each call of some of its modules looked at and changed.
 
@@ -181,7 +170,7 @@ def traced(
         model (nn.Module or nnsight model): the user's. Edits that nnsight keeps act in the run.
         copies (Copies): of its modules.
         run (Callable): runs the copies.
-        visits (Looks): looks at each call, and changes it. What it raises ends the run, also of a
+        visits (Visits): looks at each call, and changes it. What it raises ends the run, also of a
             model that catches it.
 
     Returns:
@@ -224,7 +213,7 @@ def traced(
 @dataclass
 class _Looked:
     # What was kept of the calls that were looked at, and what looking at them raised.
-    visits: Looks
+    visits: Visits
     kept: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     refused: list[Exception] = field(default_factory=list)
 
