@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from captum_ssm.interventions.runs import Runs
 from captum_ssm.interventions.selection import Layers
 from captum_ssm.interventions.states import state_operator
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.memory import states_of, writes
+from captum_ssm.mixers.memory import changes_of_state, states_of
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.offload import moved
 from captum_ssm.utils.retry import retry_with_copies
@@ -103,22 +101,9 @@ def attribution_patching(
     return results
 
 
-@dataclass(frozen=True)
-class _Slopes:
-    """Coefficients of the score in one layer.
-
-    Args:
-        output (Tensor): at what the mixer returns, ``(B, L, E)``.
-        values, mixed (list of Tensor): at what each scan is given and returns, ``(B, L, D)``, in
-            the scan's order.
-    """
-
-    output: Tensor
-    values: list[Tensor]
-    mixed: list[Tensor]
-
-
-def _effect(component: str, slopes: _Slopes, clean: FrozenCall, corrupted: FrozenCall) -> Tensor:
+def _effect(
+    component: str, slopes: Activations, clean: FrozenCall, corrupted: FrozenCall
+) -> Tensor:
     # The effect of patching each token, (B, L).
     slopes = moved(slopes, slopes.output.device, clean.device)
     if component == "output":
@@ -136,57 +121,45 @@ def _effect(component: str, slopes: _Slopes, clean: FrozenCall, corrupted: Froze
 
 
 def _state_effect(mixed: Tensor, theirs: FrozenMixer, mine: FrozenMixer) -> Tensor:
-    # The slope at the n-th state after a token: what a write into it alone would change.
-    state_operator(theirs)
+    # The slope at the n-th state after a token: what a change of it alone would change.
+    for mixer in (theirs, mine):
+        state_operator(mixer)  # raises
     total = mixed.new_zeros(mixed.shape[:2])
-    per_state = zip(writes(state_operator(mine)), states_of(theirs), states_of(mine), strict=True)
-    for write, other, state in per_state:
-        total += ((other - state) * write.rmatvec(mixed)).sum(-1)
+    per_state = zip(changes_of_state(mine), states_of(theirs), states_of(mine), strict=True)
+    for change, other, state in per_state:
+        total += ((other - state) * change.rmatvec(mixed)).sum(-1)
     return total
 
 
-def _gradients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
-    # Zeros with a gradient are added to each activation.
-    zeros: dict[str, _Slopes] = {}
+def _gradients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]:
+    # Zeros with a gradient are added to each activation that is patched.
+    zeros: dict[str, Activations] = {}
 
     def zero(x: Tensor) -> Tensor:
         return torch.zeros_like(x).requires_grad_()
 
     def edit(opened: OpenMixer) -> Tensor:
         scans = [scan for scan, _, _ in opened.mixer.scans_in_order()]
-        values, mixed = [zero(scan.values) for scan in scans], [zero(y) for y in opened.mixed]
-        here = zeros[opened.path] = _Slopes(zero(opened.call.output), values, mixed)
-        returned = [
-            scan.mix(scan.values + v) + y for scan, v, y in zip(scans, values, mixed, strict=True)
-        ]
+        here = zeros[opened.path] = Activations(
+            opened.mixer,
+            inputs=[zero(scan.inputs) for scan in scans],
+            values=[zero(scan.values) for scan in scans],
+            mixed=[zero(y) for y in opened.mixed],
+            gated=zero(opened.gated),
+            output=zero(opened.call.output),
+        )
+        parts = zip(scans, here.values, here.mixed, strict=True)
+        returned = [scan.mix(scan.values + v) + y for scan, v, y in parts]
         return opened.returning_mixed(returned) + here.output
 
     with torch.inference_mode(False), torch.enable_grad():
         with edited(pair.model, None, edit, check=check):
             score = runs.scores()[0]
-        return _slopes(zeros, lambda tensors: gradients_at(tensors, score))
+        found = coefficients_of([*zeros.values()], lambda x: gradients_at(x, score))
+    return dict(zip(zeros, found, strict=True))
 
 
-def _slopes(
-    activations: dict[str, _Slopes], of: Callable[[list[Tensor]], list[Tensor | None]]
-) -> dict[str, _Slopes]:
-    # Coefficients in place of the activations, zero where the score does not depend on one.
-    tensors = [x for a in activations.values() for x in (a.output, *a.values, *a.mixed)]
-    coefficients = (
-        torch.zeros_like(x) if slope is None else slope
-        for x, slope in zip(tensors, of(tensors), strict=True)
-    )
-    return {
-        name: _Slopes(
-            next(coefficients),
-            list(islice(coefficients, len(a.values))),
-            list(islice(coefficients, len(a.mixed))),
-        )
-        for name, a in activations.items()
-    }
-
-
-def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
+def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]:
     # The coefficients of MambaLRP at activations inside of the frozen mixers.
     request = with_leaves(pair.corrupted.request)
     rules = ActivationStandIns(request)
@@ -210,7 +183,4 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
         )
     score, starts = frozen.require_score(), rules.starts()
     found = coefficients_of(kept, lambda x: coefficients_at(x, score, starts))
-    return {
-        name: _Slopes(one.output, one.values, one.mixed)
-        for name, one in zip(names, found, strict=True)
-    }
+    return dict(zip(names, found, strict=True))
