@@ -16,12 +16,8 @@ from captum_ssm.graph.relevance_rules import carrying_before
 
 # Operations whose inputs are multiplied.
 _FACTORS = ("Mul", "Div")
-
-
 # Nodes of these names keep what they are given, as it is or in a sum.
 _VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
-
-
 KEEPING = ("Add", *_VIEWS)
 # Kinds whose inputs are added up, with one of them times a number.
 _WEIGHTED = frozenset(("Add", "Div", "Mul", "Rsub", "Sub"))
@@ -321,7 +317,7 @@ def edges_before(
                 stack.append(edge.node)
 
 
-def is_added(root: Node, start: Node, ends: Collection[Node]) -> bool:
+def reaches_by_sums(root: Node, start: Node, ends: Collection[Node]) -> bool:
     """Whether a way from a node back to one of the ends passes no product with another tensor."""
 
     def is_alone(edge: GradientEdge) -> bool:

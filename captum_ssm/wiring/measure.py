@@ -16,7 +16,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_added
+from captum_ssm.graph.reachability import reaches_by_sums
 from captum_ssm.graph.relevance_rules import carrying
 from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
@@ -171,7 +171,7 @@ def _gates(graph: MixerGraph) -> str | None:
             continue
         # A root that is a coefficient itself, such as a probability, tells nothing.
         holding = [node for node in readers if carrying([node], ends)[node]]
-        if holding and not any(is_added(node, start, ends) for node in holding):
+        if holding and not any(reaches_by_sums(node, start, ends) for node in holding):
             found.append(graph.name(i))
     return ", ".join(found) or None
 
