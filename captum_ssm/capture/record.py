@@ -90,8 +90,8 @@ def record(
         finally:
             cuts.forget()
 
-    # The run may hide from autograd what lies between the mixers, or change in place what that
-    # needs. Then it is run once more, in a way that bears with it.
+    # The model may switch gradients off, or change in place what they need. Then it is run once
+    # more, with that undone.
     recording = retry_with_copies(lambda: once(RunCuts(whole=whole)))
     if recording.wiring is None and not gradients:
         with GradientsStayOn():
@@ -217,7 +217,7 @@ def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
 
 
 class GradientsStayOn(TorchFunctionMode):
-    """Takes ``torch.no_grad()`` for a wish that is not granted."""
+    """Ignores ``torch.no_grad()``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:

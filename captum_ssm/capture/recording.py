@@ -157,12 +157,8 @@ class Recording:
         edges = {call.order: self.edges[call.order] for call in (*self.calls, *self.others)}
         wanted = {order: edge for order, edge in edges.items() if edge is not None}
         ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
-        found = torch.autograd.grad(
-            target.sum(),
-            ends,
-            allow_unused=True,
-            retain_graph=self.wiring is not None and self.wiring.needs_graph,
-        )
+        keeps = self.wiring is not None and self.wiring.needs_graph
+        found = gradients_at(ends, target, retain_graph=keeps)
         count = len(wanted)
         carrying = replace(self, edges=()).carrying(dict(zip(wanted, found[:count], strict=True)))
         carrying = carrying._read_by(reading, unruled)
@@ -246,13 +242,13 @@ def require_graph(score: Tensor) -> None:
 
 
 def gradients_at(
-    leaves: Sequence[Tensor], score: Tensor, *, retain_graph: bool = False
+    leaves: Sequence[Tensor] | Sequence[GradientEdge], score: Tensor, *, retain_graph: bool = False
 ) -> list[Tensor | None]:
     """The gradients of ``score`` (summed over the batch) at ``leaves``, not None for all."""
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
         found = torch.autograd.grad(
-            score.sum(), list(leaves), allow_unused=True, retain_graph=retain_graph
+            score.sum(), leaves, allow_unused=True, retain_graph=retain_graph
         )
     if all(gradient is None for gradient in found):
         raise no_graph()
