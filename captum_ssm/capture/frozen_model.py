@@ -19,6 +19,7 @@ from captum_ssm.capture.check import (
     warn_of_shift,
 )
 from captum_ssm.capture.finite import check_relevance
+from captum_ssm.capture.model import mixer_index
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
@@ -29,7 +30,7 @@ from captum_ssm.mixers.reordered import ReorderedMixer
 from captum_ssm.models.token_grid import TokenGrid
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import copied
-from captum_ssm.utils.integers import as_index, as_integers
+from captum_ssm.utils.integers import as_integers, index_in
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import moved, weights_loaded
@@ -202,9 +203,7 @@ class FrozenModel:
         Itself where the model declares a grid, or forms none.
         """
         is_image = self.request.inputs[0].dim() > 3 and len(self.wiring.inputs) == 1
-        if self.grid is not None or not is_image:
-            return self
-        if self.grids[0] is None:
+        if self.grid is not None or not is_image or self.grids[0] is None:
             return self
         return replace(self.from_grid(0, mode), layers=self.layers)
 
@@ -236,8 +235,9 @@ class FrozenModel:
         Raises:
             ValueError: for a grid that the model does not have.
         """
-        grids, index = self.wiring.grids, as_index(grid)
-        if index is None or not -len(grids) <= index < len(grids):
+        grids = self.wiring.grids
+        index = index_in(grid, len(grids))
+        if index is None:
             raise ValueError(
                 f"grid is {grid!r}; the layers of this model work on {len(grids)} grids of "
                 f"tokens, one after the other: expected 0 .. {len(grids) - 1} (or "
@@ -336,13 +336,14 @@ class FrozenModel:
 
     def from_layer(self, start: int) -> list[FrozenCall]:
         """The layers from step ``start`` (negative from the end) on."""
-        count, index = len(self.wiring.steps), as_index(start)
-        if index is None or not -count <= index < count:
+        count = len(self.wiring.steps)
+        index = index_in(start, count)
+        if index is None:
             raise ValueError(
                 f"start_layer is {start!r}; this model has {count} layers of mixers: expected "
                 f"0 .. {count - 1} (or -{count} .. -1 from the end)."
             )
-        return [layer for layer in self.layers if layer.step >= index % count]
+        return [layer for layer in self.layers if layer.step >= index]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
         """``matrix (B, ..., L, L)``, finite, with the rows and columns of padding set to zero."""
@@ -369,15 +370,7 @@ class FrozenModel:
         return self._layer(layer, f"layer is {layer!r}")
 
     def _layer(self, name: int | str | None, given: str) -> FrozenCall:
-        by_name = {layer.name: i for i, layer in enumerate(self.layers)}
-        count = len(self.layers)
-        index = by_name.get(name) if isinstance(name, str) else as_index(name)
-        if index is None or not -count <= index < count:
-            raise ValueError(
-                f"{given}; this model has {count} mixers: expected an index 0 .. {count - 1}, or "
-                f"a path: {', '.join(by_name)}."
-            )
-        return self.layers[index]
+        return self.layers[mixer_index(name, [layer.name for layer in self.layers], given)]
 
 
 @contextmanager

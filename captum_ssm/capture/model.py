@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.utils.integers import index_in
 from captum_ssm.utils.signatures import signature
 
 if TYPE_CHECKING:
@@ -79,6 +80,27 @@ def check_model(model: Any) -> Any:
     raise TypeError(
         f"model is {_kind(model)}; expected a torch.nn.Module or an nnsight-wrapped model."
     )
+
+
+def mixer_index(layer: Any, paths: Sequence[str], given: str) -> int:
+    """The index, from 0 on, of a mixer that is named by its path or its index.
+
+    Args:
+        layer (int or str): an index may be negative, from the end.
+        paths (sequence of str): of the model's mixers.
+        given (str): what names it, for the error.
+
+    Raises:
+        ValueError: for a mixer that is not there.
+    """
+    count = len(paths)
+    index = paths.index(layer) if layer in paths else index_in(layer, count)
+    if index is None:
+        raise ValueError(
+            f"{given}; this model has {count} mixers: expected an index 0 .. {count - 1}, or a "
+            f"path: {', '.join(paths)}."
+        )
+    return index
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import Edge, RelevanceEdges
 from captum_ssm.capture import resolve_model, unwrap
+from captum_ssm.capture.model import mixer_index
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.left import with_edges
 from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.reference import Reference, whole_mixer
-from captum_ssm.interventions.selection import Layers, chosen_layers, path_of
+from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import check_formulation
 from captum_ssm.operators import SoftmaxOperator
@@ -185,14 +186,18 @@ def _by_layer(paths: list[str], edges: Any) -> dict[str, Tensor]:
     if isinstance(edges, Mapping):
         for layer, mask in edges.items():
             _check_mask(mask, f"edges[{layer!r}]")
-        return {path_of(layer, paths, "edges"): mask for layer, mask in edges.items()}
+        return {_path(layer, paths): mask for layer, mask in edges.items()}
     if isinstance(edges, (str, Edge)) or not isinstance(edges, Iterable):
         raise TypeError(f"edges is {edges!r}; expected edges in a list, a dict or a bool Tensor.")
     listed: dict[str, list[list[int]]] = {}
     for item in edges:
         layer, numbers = _numbers(item)
-        listed.setdefault(path_of(layer, paths, "edges"), []).append(numbers)
+        listed.setdefault(_path(layer, paths), []).append(numbers)
     return {path: torch.tensor(numbers) for path, numbers in listed.items()}
+
+
+def _path(layer: Any, paths: list[str]) -> str:
+    return paths[mixer_index(layer, paths, f"edges holds {layer!r}")]
 
 
 def _check_mask(mask: Any, what: str) -> None:

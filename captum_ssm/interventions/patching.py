@@ -13,7 +13,7 @@ from captum_ssm.capture import FrozenModel, Request, freeze
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.open_mixer import OpenMixer
-from captum_ssm.interventions.runs import Runs, bar, runs_at_once, times
+from captum_ssm.interventions.runs import Runs, bar, times
 from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers, mask_of
 from captum_ssm.interventions.states import has_operator, state_operator
 from captum_ssm.mixers import FrozenMixer
@@ -21,6 +21,7 @@ from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.part import part_of
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.integers import count_of
 from captum_ssm.utils.offload import moved
 
 COMPONENTS = ("output", "values", "state")
@@ -158,7 +159,7 @@ def activation_patching(
     names = pair.layers(component, layers)
     runs = Runs(pair.corrupted, target, position)
     B, L = pair.corrupted.shape
-    count = runs_at_once(perturbations_per_eval)
+    count = count_of("perturbations_per_eval", perturbations_per_eval, 1)
     rows = []
     with torch.no_grad(), bar("activation patching", len(names) * L, show_progress) as done:
         total = Runs(pair.clean, target, position).scores()[0] - (

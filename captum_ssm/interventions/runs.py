@@ -86,13 +86,6 @@ def _again(value: Any, k: int, B: int) -> Any:
     return times(value, k) if _has_examples(value, B) else value
 
 
-def runs_at_once(count: Any) -> int:
-    """``perturbations_per_eval``, checked."""
-    if isinstance(count, int) and count >= 1:
-        return count
-    raise ValueError(f"perturbations_per_eval is {count!r}; expected an int of at least 1.")
-
-
 @contextmanager
 def bar(what: str, total: int, show: bool) -> Iterator[Callable[[int], Any]]:
     """A progress bar, if ``show``; the yielded function takes how many steps were done."""

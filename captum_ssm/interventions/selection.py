@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture import Readout, unwrap
+from captum_ssm.capture.model import mixer_index
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.integers import as_index, as_integers
@@ -103,28 +104,5 @@ def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
         wanted = list(layers)  # type: ignore[arg-type]
     if not wanted:
         raise ValueError(f"layers is {layers!r}, which names none; expected at least one.")
-    chosen = {}
-    for item in wanted:
-        path = path_of(item, paths, "layers")
-        chosen[path] = mixers[path]
-    return chosen
-
-
-def path_of(layer: Any, paths: list[str], what: str) -> str:
-    """The path of a layer that is named by its index or its path.
-
-    Args:
-        layer (int or str): an index may be negative, from the end.
-        paths (list of str): of the model's mixers.
-        what (str): the argument's name, for errors.
-
-    Raises:
-        ValueError: for a layer that is not there.
-    """
-    index = paths.index(layer) if layer in paths else as_index(layer)
-    if index is None or not -len(paths) <= index < len(paths):
-        raise ValueError(
-            f"{what} holds {layer!r}; this model has {len(paths)} mixers: expected an index "
-            f"0 .. {len(paths) - 1}, or a path: {', '.join(paths)}."
-        )
-    return paths[index]
+    indices = (mixer_index(item, paths, f"layers holds {item!r}") for item in wanted)
+    return {paths[index]: mixers[paths[index]] for index in indices}

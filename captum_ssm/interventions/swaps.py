@@ -26,7 +26,7 @@ from captum_ssm.capture.check_inputs import as_ids
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.errors import InputError
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of
 
 
 def swap_effects(
@@ -74,9 +74,8 @@ def swap_effects(
         >>> captum_ssm.interventions.swap_effects(model, input_ids, torch.tensor([4, 5, 6])).shape
         torch.Size([3, 2])
     """
-    for name, count in (("candidates", candidates), ("batch_size", batch_size)):
-        if (as_index(count) or 0) < 1:
-            raise InputError(f"{name} is {count!r}; expected an integer from 1 on.")
+    candidates = count_of("candidates", candidates, 1)
+    batch_size = count_of("batch_size", batch_size, 1)
     found = resolve_model(model, None)
     prompt = as_ids("the prompt", prompt.reshape(1, -1), found)
     continuation = as_ids("the continuation", continuation.reshape(-1), found).to(prompt)

@@ -15,10 +15,10 @@ from captum_ssm.attr.to_inputs import of_inputs
 from captum_ssm.capture import Request, check_forward, freeze, is_model, resolve_model, with_owner
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.interventions.knockout import knockout
-from captum_ssm.interventions.runs import Runs, bar, runs_at_once
+from captum_ssm.interventions.runs import Runs, bar
 from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers
 from captum_ssm.utils.captum_api import TargetType, log_usage
-from captum_ssm.utils.integers import as_integers
+from captum_ssm.utils.integers import as_integers, count_of
 
 READERS = ("later", "query")
 
@@ -240,7 +240,7 @@ class _Knocked:
     ) -> Tensor:
         """The relevance of each of the model's tokens for each window of layers, ``(B, W, L)``."""
         groups = self.spans.unique()
-        parts = groups.split(runs_at_once(count))
+        parts = groups.split(count_of("perturbations_per_eval", count, 1))
         B, L = self.spans.shape
         with (
             torch.no_grad(),

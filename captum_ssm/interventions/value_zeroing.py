@@ -12,9 +12,10 @@ from captum_ssm.capture import Request, exact_arithmetic, freeze, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.open_mixer import OpenMixer
-from captum_ssm.interventions.runs import Runs, bar, runs_at_once
+from captum_ssm.interventions.runs import Runs, bar
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.integers import count_of
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -79,7 +80,8 @@ def value_zeroing(
     with torch.no_grad(), bar("value zeroing", L, show_progress) as done:
         module, runs = _module(model, at), Runs(frozen, None, None)
         unchanged = _output(module, at, runs, 1, (B, L))
-        for tokens in torch.arange(L).split(runs_at_once(perturbations_per_eval)):
+        count = count_of("perturbations_per_eval", perturbations_per_eval, 1)
+        for tokens in torch.arange(L).split(count):
             k = len(tokens)
             zero = tokens.repeat_interleave(B)
 

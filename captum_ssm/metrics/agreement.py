@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.metrics.interval import Interval, bootstrap
+from captum_ssm.utils.integers import count_of
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ def knockout_agreement(
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}; expected that of effects, {tuple(effects.shape)}."
         )
-    if k < 1:
-        raise ValueError(f"k is {k}; expected at least 1.")
+    k = count_of("k", k, 1)
     for name, x in (("attributions", relevance), ("effects", effects)):
         if not bool(torch.isfinite(x).all()):
             raise ValueError(f"{name} holds NaN or Inf; expected finite values.")

@@ -15,10 +15,10 @@ from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import one_query
 from captum_ssm.interventions.circuit import circuit
-from captum_ssm.interventions.runs import only, repeated, runs_at_once
+from captum_ssm.interventions.runs import only, repeated
 from captum_ssm.metrics.perturbation import classes
 from captum_ssm.mixers.call import bound_arguments
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import as_index, count_of
 from captum_ssm.utils.watch_modules import watch_modules
 
 # Edges from the first to the last that is kept: as a method returns them, as maps by layer, or as
@@ -74,7 +74,7 @@ class CircuitRuns:
             ValueError, TypeError: for a target or a foil that is not a class of the output, or a
                 model that returns neither logits nor one score.
         """
-        at_once = runs_at_once(perturbations_per_eval)
+        at_once = count_of("perturbations_per_eval", perturbations_per_eval, 1)
         output, mask = _run(request)
         rows = _rows(request, output, mask, position) if output.dim() == 3 else None
         whole = _answers(output, rows)

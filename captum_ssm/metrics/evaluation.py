@@ -12,6 +12,7 @@ from torch import Tensor
 from captum_ssm.metrics.perturbation import Curve
 from captum_ssm.metrics.segmentation import SegmentationScores
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.integers import count_of
 
 
 def evaluate(
@@ -69,8 +70,7 @@ def evaluate(
             f"samples hold {[len(s) for s in samples]} samples; expected as many in each, at "
             "least one."
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+    batch_size = count_of("batch_size", batch_size, 1)
     rank = 0 if accelerator is None else accelerator.process_index
     processes = 1 if accelerator is None else accelerator.num_processes
     batches = list(enumerate(torch.arange(count).split(batch_size)))

@@ -13,7 +13,7 @@ from captum_ssm.interventions.circuit_flow import CircuitFlow
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.metrics.circuit_runs import CircuitRuns
 from captum_ssm.metrics.circuit_search import CircuitSearch, shared_top
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of
 
 PRUNINGS = ("relevance", "runs")
 NOTHING = "removed edges carry nothing, coefficients are the model's own"
@@ -147,9 +147,7 @@ def find_circuit(
     """
     if not 0 < faithfulness <= 1:
         raise ValueError(f"faithfulness is {faithfulness!r}; expected a number above 0, up to 1.")
-    most = as_index(max_edges)
-    if most is None or most < 1:
-        raise ValueError(f"max_edges is {max_edges!r}; expected an integer of at least 1.")
+    most = count_of("max_edges", max_edges, 1)
     if not (isinstance(prune, bool) or prune in PRUNINGS):
         raise ValueError(f"prune is {prune!r}; expected True, False or one of {PRUNINGS}.")
     request = Request.of(forward_func, model, inputs, additional_forward_args)

@@ -20,6 +20,17 @@ def as_index(value: Any) -> int | None:
         return None
 
 
+def index_in(value: Any, count: int) -> int | None:
+    """An integer as an index of ``count`` things, from 0 on; None for anything else.
+
+    Args:
+        value (Any): of Python, numpy or torch; a negative one counts from the end.
+        count (int): how many things there are.
+    """
+    index = as_index(value)
+    return index % count if index is not None and -count <= index < count else None
+
+
 def pair_of(value: Any) -> tuple[int, int] | None:
     """Two integers of Python, numpy or torch as ints; None for anything else."""
     found = [as_index(one) for one in value] if isinstance(value, Sequence) else []
@@ -57,10 +68,10 @@ def example_index(example: Any, batch: int) -> int:
     Raises:
         InputError: for anything else.
     """
-    index = as_index(example)
-    if index is None or not -batch <= index < batch:
+    index = index_in(example, batch)
+    if index is None:
         raise InputError(
             f"example is {example!r}; expected an index of the {batch} examples, 0 .. {batch - 1} "
             f"(or -{batch} .. -1 from the end)."
         )
-    return index % batch
+    return index

@@ -130,7 +130,7 @@ def test_errors_of_evaluate():
         evaluate(lambda a, b: a, x, x[:3])
     with pytest.raises(ValueError, match="at least one"):
         evaluate(lambda a: a, [])
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="batch_size is 0"):
         evaluate(lambda a: a, x, batch_size=0)
     with pytest.raises(
         ValueError, match=r"shape \(\) for a batch of 4; expected one row per sample"

@@ -29,7 +29,7 @@ from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.captum_api import TargetType, is_tuple
 from captum_ssm.utils.clones import repeated
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import as_index, index_in
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -318,8 +318,9 @@ def _at_place(output: Tensor, unit: Unit, target: Any) -> Tensor:
         values = values[:, at]
     if target is None:
         return values
-    channel, count = as_index(target), values.shape[-1]
-    if channel is None or not -count <= channel < count:
+    count = values.shape[-1]
+    channel = index_in(target, count)
+    if channel is None:
         raise TargetError(
             f"target is {target!r} with a position; expected one of the {count} channels there, "
             f"0 .. {count - 1} (or -{count} .. -1 from the end)."

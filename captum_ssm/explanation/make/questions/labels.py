@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from captum_ssm.errors import TargetError
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import index_in
 from captum_ssm.utils.suggestions import did_you_mean
 
 MOST_NAMED = 20  # in a message
@@ -63,10 +63,10 @@ def class_of(name: str, wanted: Any, labels: Sequence[str]) -> int | None:
         several = f", which is the name of the classes {', '.join(map(str, found))}"
         hint = did_you_mean(wanted, labels)
         raise _unknown(name, repr(wanted) + (several if found else ""), labels, hint)
-    index = as_index(wanted)
-    if index is None or not -len(labels) <= index < len(labels):
+    index = index_in(wanted, len(labels))
+    if index is None:
         raise _unknown(name, repr(wanted), labels)
-    return index % len(labels)
+    return index
 
 
 def classes_of(
