@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from captum_ssm.mixers.linear_layers import is_plain, width_of
 from captum_ssm.mixers.past import Past, by_channel
@@ -208,33 +207,26 @@ class MixerCall:
         return -torch.exp(A_log.detach().float()).to(self.dtype)
 
 
-class LinearCalls(TorchFunctionMode):
-    """What linear layers are given and return, in this thread, while it is active.
+class LinearCalls:
+    """What linear layers are given and return.
 
     Examples::
 
-        >>> layer, x = nn.Linear(2, 3), torch.randn(1, 2)
-        >>> with LinearCalls() as calls:
-        ...     y = layer(x)
-        >>> calls.find(layer, x) is y, calls.find(layer, 2 * x) is None
+        >>> whole = nn.Sequential(nn.Linear(2, 3))
+        >>> (layer,), x, calls = whole, torch.randn(1, 2), LinearCalls()
+        >>> with calls.of(whole):
+        ...     y = whole(x)
+        >>> torch.equal(calls.find(layer, x), y), calls.find(layer, 2 * x) is None
         (True, True)
     """
 
     def __init__(self) -> None:
-        super().__init__()
         # A layer, or its weight: an offloaded layer has another one at each call.
         self._calls: list[tuple[Any, Tensor, Tensor, int]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Nothing says whether tensors made under inference mode were changed since.
-        if func is F.linear and len(args) >= 2 and not result.is_inference():
-            self._calls.append((args[1], args[0], result, result._version))
-        return result
-
     @contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
-        """Only those of a module's own layers, while it runs, at no cost for what else it does."""
+        """Keep the calls of a module's own layers, in this thread."""
 
         def keep(layer: Any, args: Any, kwargs: Any, result: Tensor) -> None:
             if args:
