@@ -46,6 +46,12 @@ class Point:
         """The point of a tensor that requires a gradient."""
         return cls(get_gradient_edge(x), x.shape, x.dtype, x.device, channels)
 
+    @classmethod
+    def at(cls, edge: GradientEdge, channels: int | None = -1) -> Point:
+        """The point of a tensor that the graph alone knows."""
+        known = edge.node._input_metadata[edge.output_nr]
+        return cls(edge, tuple(known.shape), known.dtype, known.device, channels)
+
     def before_move(self, channels: int) -> Point:
         """The point of what this is, where its channels were moved last from the axis given."""
         if channels == -1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -351,14 +351,9 @@ def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node
 
 def _times_finer(edge: GradientEdge, tokens: int) -> float:
     # How many times as many tokens a tensor holds, channels being its second or last axis.
-    shape = shape_of(edge)
+    shape = Point.at(edge).shape
     sizes = [math.prod(shape) / shape[axis] for axis in (1, -1) if len(shape) > 1]
     return min(sizes, default=math.inf) / tokens
-
-
-def shape_of(edge: GradientEdge) -> tuple[int, ...]:
-    """The shape of a tensor in the graph."""
-    return tuple(edge.node._input_metadata[edge.output_nr].shape)
 
 
 def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[int]) -> bool:
@@ -382,4 +377,4 @@ def before_view(point: Point) -> Point | None:
     given = [GradientEdge(n, k) for n, k in node.next_functions if n is not None]
     if len(given) != 1 or not node.name().startswith(_VIEWS):
         return None
-    return replace(point, edge=given[0], shape=shape_of(given[0]), channels=-1)
+    return Point.at(given[0])

@@ -106,10 +106,9 @@ class InputMap:
 def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
     """The first tokens that all ways from ``roots`` to ``leaf`` pass, wide and finer than those."""
     for edge in meetings(roots, [leaf]):
-        given = edge.node._input_metadata[edge.output_nr]
-        if len(given.shape) < 3 or given.shape[0] != batch or given.dtype != leaf.dtype:
+        found = Point.at(edge, None)
+        if len(found.shape) < 3 or found.shape[0] != batch or found.dtype != leaf.dtype:
             continue
-        found = Point(edge, tuple(given.shape), given.dtype, given.device, None)
         wide = [axis for axis in range(1, len(found.shape)) if found.shape[axis] >= WIDE]
         if not wide:
             continue

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from captum_ssm.graph.points import Point, closed
-from captum_ssm.graph.reachability import dependencies, edges_before, meetings, shape_of
+from captum_ssm.graph.reachability import dependencies, edges_before, meetings
 from captum_ssm.graph.relevance_rules import ruled
 from captum_ssm.graph.token_weights import TokenWeights, pairs
 
@@ -110,11 +110,10 @@ def _is_weighed(point: Point, leaf: Point) -> bool:
 
 def points(edge: GradientEdge, batch: int) -> list[Point]:
     """A tensor as tokens, its channels last or second; none where it has no such axes."""
-    shape = shape_of(edge)
-    given = edge.node._input_metadata[edge.output_nr]
+    shape = Point.at(edge).shape
     if len(shape) < 3 or shape[0] != batch or 0 in shape:
         return []
-    return [Point(edge, shape, given.dtype, given.device, axis) for axis in (-1, 1)]
+    return [Point.at(edge, axis) for axis in (-1, 1)]
 
 
 def source_of(root: Point, leaf: Point, batch: int) -> Tensor | None:

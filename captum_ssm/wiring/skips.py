@@ -16,7 +16,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import Joints, meetings, shape_of
+from captum_ssm.graph.reachability import Joints, meetings
 from captum_ssm.graph.token_weights import Pairs, PatchWeights, TokenWeights, pairs, pushed
 from captum_ssm.wiring.mixer_graph import MixerGraph
 
@@ -160,7 +160,7 @@ class Skips:
         edge = next(meetings([root], [self.graph.exits[m] for m in leaves]), None)
         if edge is None:
             return []
-        return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
+        return [Point.at(edge, axis) for axis in (-1, 1)]
 
 
 def _is_read(way: TokenWeights) -> bool:
