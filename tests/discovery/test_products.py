@@ -1,5 +1,7 @@
 """Attention and other products with a matrix of tokens, written into a module's forward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import wild
@@ -16,6 +18,7 @@ from captum_ssm import (
     supported,
 )
 from captum_ssm.discovery.measure import freeze_measured
+from captum_ssm.discovery.scans.forms.products import name_of
 from captum_ssm.operators import PermutedOperator
 
 WRITTEN = {
@@ -188,6 +191,10 @@ class Odd(InLine):
         outer = torch.einsum("ble,fe->blfe", x, self.gate.weight).sum((2, 3))
         y = super().forward(x) * torch.tanh(size + outer)[..., None]
         return y if x.shape[1] == 1 else y + 0 * total.mean()
+
+
+def test_a_place_has_a_name_on_python_3_10_too():
+    assert name_of(SimpleNamespace(co_name="forward")) == "forward"
 
 
 def test_other_products_are_left_alone():

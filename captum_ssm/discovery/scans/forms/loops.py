@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.discovery.scans.form import forms_of, needed_names
-from captum_ssm.discovery.scans.forms.products import frames_in_module
+from captum_ssm.discovery.scans.forms.products import frames_in_module, name_of
 
 GATHERS = frozenset((torch.stack, torch.cat, torch.concat, Tensor.__setitem__))
 
@@ -38,7 +38,7 @@ class TokenLoop:
     result: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__qualname__", f"a loop in {self.code.co_qualname}")
+        object.__setattr__(self, "__qualname__", f"a loop in {name_of(self.code)}")
 
     def __call__(self, **variables: Any) -> Tensor | None:
         return self.result

@@ -49,11 +49,16 @@ class TokenProduct:
     columns: str
 
     def __post_init__(self) -> None:
-        name = self.place[0][0].co_qualname if self.place else "a model"
+        name = name_of(self.place[0][0]) if self.place else "a model"
         object.__setattr__(self, "__qualname__", f"a product in {name}")
 
     def __call__(self, *args: Any) -> Tensor:
         return token_product(*args)
+
+
+def name_of(code: CodeType) -> str:
+    """The name of a function, with that of its class where Python says it, as it does from 3.11."""
+    return str(getattr(code, "co_qualname", code.co_name))
 
 
 def token_product(weights: Tensor, values: Tensor) -> Tensor:
