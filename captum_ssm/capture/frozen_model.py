@@ -30,7 +30,7 @@ from captum_ssm.mixers.reordered import ReorderedMixer
 from captum_ssm.models.token_grid import TokenGrid
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import copied
-from captum_ssm.utils.integers import as_integers, index_in
+from captum_ssm.utils.integers import as_integers, from_start, index_in
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import moved, weights_loaded
@@ -327,12 +327,8 @@ class FrozenModel:
             raise ValueError(
                 f"rows has shape {tuple(index.shape)}; expected an int, (R,) or ({B}, R)."
             )
-        if bool(((index < -L) | (index >= L)).any()):
-            raise ValueError(
-                f"rows holds {index.tolist()}, outside the sequence of {L} tokens: expected "
-                f"0 .. {L - 1} (or -{L} .. -1 from the end)."
-            )
-        return (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
+        told = f"rows holds {index.tolist()}, outside the sequence of {L} tokens"
+        return torch.atleast_2d(from_start(index, L, told)).expand(B, -1)
 
     def from_layer(self, start: int) -> list[FrozenCall]:
         """The layers from step ``start`` (negative from the end) on."""

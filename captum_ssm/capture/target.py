@@ -15,7 +15,7 @@ from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.span_target import SpanTarget, mean_of_others, shown, token_ids
 from captum_ssm.errors import InputError, TargetError, UnsupportedModelError
 from captum_ssm.utils.captum_api import select_targets
-from captum_ssm.utils.integers import as_index, as_integers
+from captum_ssm.utils.integers import as_index, as_integers, from_start
 from captum_ssm.wiring.wiring import Wiring
 
 
@@ -180,12 +180,8 @@ def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
         )
     if index.dim() == 1 and index.shape[0] != B:
         raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")
-    if bool(((index < -L) | (index >= L)).any()):
-        raise InputError(
-            f"position is {index.tolist()}, outside the sequence of {L} tokens: expected "
-            f"0 .. {L - 1} (or -{L} .. -1 from the end)."
-        )
-    return (index % L).expand(B)
+    told = f"position is {index.tolist()}, outside the sequence of {L} tokens"
+    return from_start(index, L, told).expand(B)
 
 
 def one_query(

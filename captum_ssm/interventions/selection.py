@@ -12,7 +12,7 @@ from captum_ssm.capture import Readout, unwrap
 from captum_ssm.capture.model import mixer_index
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import find_mixers
-from captum_ssm.utils.integers import as_index, as_integers
+from captum_ssm.utils.integers import as_index, as_integers, from_start
 
 # Positions, negative from the end; a bool mask, (L,) or one row per example; None for all.
 Tokens: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | None
@@ -66,12 +66,8 @@ def mask_of(
         raise InputError(
             f"{what} has {index.shape[0]} rows for a batch of {B}; expected one row per example."
         )
-    if bool(((index < -L) | (index >= L)).any()):
-        raise InputError(
-            f"{what} holds {index.tolist()}, outside the {L} {of} of the layer: expected "
-            f"0 .. {L - 1} (or -{L} .. -1 from the end)."
-        )
-    index = (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
+    told = f"{what} holds {index.tolist()}, outside the {L} {of} of the layer"
+    index = torch.atleast_2d(from_start(index, L, told)).expand(B, -1)
     return mask.scatter(1, index, True)
 
 

@@ -62,6 +62,22 @@ def as_integers(value: Any, device: torch.device) -> Tensor | None:
     return found.long() if is_integer else None
 
 
+def from_start(index: Tensor, count: int, told: str) -> Tensor:
+    """Indices of ``count`` things, from 0 on, of which negative ones count from the end.
+
+    Args:
+        index (Tensor): integers, of any shape.
+        count (int): how many things there are.
+        told (str): what the indices are, for the error.
+
+    Raises:
+        InputError: for an index outside.
+    """
+    if bool(((index < -count) | (index >= count)).any()):
+        raise InputError(f"{told}: expected 0 .. {count - 1} (or -{count} .. -1 from the end).")
+    return index % count
+
+
 def example_index(example: Any, batch: int) -> int:
     """The index of one of ``batch`` examples, which may be negative, from the end.
 
