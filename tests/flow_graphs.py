@@ -98,9 +98,13 @@ def paths(
 
 
 def shifted() -> dict[str, Any]:
-    """With a token shift between two of the graph's tokens, and neither a curve nor names."""
+    """With a token shift between two of the graph's tokens, and neither a curve nor names.
+
+    The last path goes along the shift.
+    """
     graph = flow_graph(attention=())
     graph["edges"].append([0, 2, 3, 5.0, None, "shift"])
+    graph["paths"].append({"share": 0.02, "nodes": [[0, 2], [0, 3], [1, 3], [2, 3], [3, 15]]})
     for name in ("curve", "alone", "predicted"):
         del graph[name]
     return graph | {"held": 0.8}

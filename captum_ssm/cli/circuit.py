@@ -104,9 +104,10 @@ def _show(circuit: Mapping[str, Any], count: int) -> None:
 def _way(circuit: Mapping[str, Any], nodes: list[list[int]]) -> str:
     # The tokens of a path, and the layers in which it goes from one to the next.
     text = _token(circuit, nodes[0][1])
-    for (layer, source), (_, target) in pairwise(nodes):
+    for (layer, source), (end, target) in pairwise(nodes):
         if source != target:
-            text += f" -> {_token(circuit, target)} in layer {layer}"
+            way = "by the token shift of" if end == layer else "in"
+            text += f" -> {_token(circuit, target)} {way} layer {layer}"
     return text if "->" in text else f"{text} keeps its own"
 
 

@@ -38,6 +38,11 @@ class FlowLink:
     lane: float | None = None
     width: float = 0.0
 
+    @property
+    def is_shift(self) -> bool:
+        """Whether it is a token shift, before the edges of a layer begin."""
+        return self.source[0] == self.target[0]
+
 
 @dataclass(frozen=True)
 class FlowBand:
@@ -98,16 +103,22 @@ class FlowLayout:
             raise ValueError(f"edges is {self.edges}; expected 0 .. {len(ranked)}, or None.")
         chosen = ranked[: _opening(self.data, ranked) if self.edges is None else self.edges]
         pairs = list(pairwise(self.told))
-        steps = {(s, j, i) for (s, j), (_, i) in pairs if i != j}
+        steps = {(s, j, i) for (s, j), (end, i) in pairs if i != j and end > s}
         have = {tuple(row[:3]) for row in chosen}
         return chosen + [row for row in mixes if tuple(row[:3]) in steps - have]
+
+    def _shifts(self) -> list[Sequence[Any]]:
+        # The token shifts that the path goes along.
+        steps = {(s, j, i) for (s, j), (end, i) in pairwise(self.told) if end == s}
+        return [row for row in self.data["edges"] if row[5:] == ["shift"] and (*row[:3],) in steps]
 
     def _link(self) -> None:
         top = {self.data["at"]: self.W} | ({self.told[0][1]: 0} if self.told else {})
         top[self.data["at"]] = self.W
-        for s, j, i, *_ in self.reads:
+        shifts = self._shifts()
+        for s, j, i, *_ in (*self.reads, *shifts):
             top[j], top[i] = max(top.get(j, 0), s), max(top.get(i, 0), s + 1)
-        active = {row[0] for row in self.reads}
+        active = {row[0] for row in (*self.reads, *shifts)}
         self.stages = [s for s in range(self.W + 1) if {s - 1, s} & active or s in (0, self.W)]
         self.tokens = sorted(top)
         kept = {(s, t): value for s, t, value, *_ in self.data["stays"]}
@@ -118,6 +129,8 @@ class FlowLayout:
                 self.links.append(FlowLink((low, t), (high, t), last, first, is_kept=True))
         for s, j, i, value, *_ in self.reads:
             self.links.append(FlowLink((s, j), (s + 1, i), value, value))
+        for s, j, i, value, *_ in shifts:
+            self.links.append(FlowLink((s, j), (s, i), value, value))
         self.nodes = list(dict.fromkeys(p for one in self.links for p in (one.source, one.target)))
         self.nodes = self.nodes or [(self.W, self.data["at"])]
         self.busy = {p for one in self.links if not one.is_kept for p in (one.source, one.target)}
@@ -140,9 +153,10 @@ class FlowLayout:
         """What arrives at each node, and what leaves it, from left to right."""
         into: dict[Place, list[FlowLink]] = {}
         out: dict[Place, list[FlowLink]] = {}
-        for link in sorted(self.links, key=lambda one: one.source[1]):
+        links = [one for one in self.links if not one.is_shift]
+        for link in sorted(links, key=lambda one: one.source[1]):
             into.setdefault(link.target, []).append(link)
-        for link in sorted(self.links, key=lambda one: (not one.is_kept, one.target[1])):
+        for link in sorted(links, key=lambda one: (not one.is_kept, one.target[1])):
             out.setdefault(link.source, []).append(link)
         return into, out
 
@@ -183,13 +197,16 @@ class FlowLayout:
         )
 
     def _at(self, node: Place) -> tuple[list[FlowLink], list[FlowLink]]:
+        links = [one for one in self.links if not one.is_shift]
         return (
-            [one for one in self.links if one.target == node],
-            [one for one in self.links if one.source == node],
+            [one for one in links if one.target == node],
+            [one for one in links if one.source == node],
         )
 
     def _ends(self) -> None:
         into, out = self.sides()
+        for link in self.links:
+            link.x = self.x[link.source[1]], self.x[link.target[1]]
         for node in self.nodes:
             x = self.x[node[1]]
             arriving, leaving = into.get(node, []), out.get(node, [])
@@ -222,9 +239,11 @@ class FlowLayout:
     def along(self) -> list[FlowLink]:
         """The links of the path, from the text to the answer."""
         drawn = []
-        for (s, j), (_, i) in pairwise(self.told):
+        for (s, j), (end, i) in pairwise(self.told):
             for link in self.links:
-                covers = link.source[0] <= s < link.target[0] and link not in drawn
+                first, last = link.source[0], link.target[0]
+                covers = first == s == last if end == s else first <= s < last
+                covers = covers and link not in drawn
                 if covers and link.source[1] == j and link.target[1] == i:
                     drawn.append(link)
                     break

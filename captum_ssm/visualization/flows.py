@@ -135,6 +135,8 @@ def _links(axes: Any, drawn: FlowLayout) -> None:
         axes.add_patch(
             PathPatch(shape, edgecolor=PAPER, linewidth=link.width + 2, zorder=3, **options)
         )
+        if link.is_shift:
+            options["linestyle"] = (0, (0.4, 0.3))
         axes.add_patch(PathPatch(shape, edgecolor=color, linewidth=link.width, zorder=3, **options))
     for node in drawn.nodes:
         if node in drawn.busy:
@@ -206,9 +208,9 @@ def _course(link: FlowLink) -> Path:
         return Path(points, [Path.MOVETO, *[Path.CURVE4] * 3])
     way, y = math.copysign(1, b - a), link.lane
     corner = min(max(CORNER, 0.8 * link.width), abs(b - a) / 2)
-    first, second = min(corner, y - low), min(corner, high - y)
+    first, second = min(corner, y - low), min(corner, abs(high - y))
     points = [(a, low), (a, y - first), (a, y), (a + way * first, y)]
-    points += [(b - way * second, y), (b, y), (b, y + second), (b, high)]
+    points += [(b - way * second, y), (b, y), (b, y + math.copysign(second, high - y)), (b, high)]
     turn = [Path.CURVE3, Path.CURVE3]
     return Path(points, [Path.MOVETO, Path.LINETO, *turn, Path.LINETO, *turn, Path.LINETO])
 

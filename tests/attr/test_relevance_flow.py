@@ -363,6 +363,39 @@ def test_paths_lead_from_the_input_to_the_output():
     assert f"'w{source}' ({source})" in words.paths(1, source)[0].words(words.tokens)
 
 
+def test_paths_go_along_token_shifts_by_brute_force():
+    graph = RelevanceFlow(build("rwkv")).graph(ids(1, L), 5, share=1.0)
+    ways = [(1.0, [(2, L - 1)])]
+    for s in (1, 0):
+        longer = []
+        for share, way in ways:
+            i = way[0][1]
+            into = [e for e in graph.edges if e.target == i and graph.layer_of(e) == s]
+            arrives = {edge.source: edge.relevance for edge in into}
+            arrives[i] = float(graph.stays[s, i])
+            for j, part in _positive_shares(arrives):
+                after = graph.shifts[1][s, j + 1] if j + 1 < L else 0.0
+                begins = {j: float(graph.nodes[s, j] - after)}
+                if j:
+                    begins[j - 1] = float(graph.shifts[1][s, j])
+                for source, of_start in _positive_shares(begins):
+                    start = [(s, j)] if source == j else [(s, source), (s, j)]
+                    longer.append((share * part * of_start, [*start, *way]))
+        ways = longer
+    ways.sort(key=lambda way: -way[0])
+    found = graph.paths(4)
+    assert [way.nodes for way in found] == [nodes for _, nodes in ways[:4]]
+    for way, (share, _) in zip(found, ways, strict=False):
+        assert way.share == pytest.approx(share, rel=2e-2)
+    shifted = next(way for way in graph.paths(50) if len(way.nodes) > 3)
+    assert "by the token shift of layer" in shifted.words(graph.tokens)
+
+
+def _positive_shares(parts: dict[int, float]) -> list[tuple[int, float]]:
+    total = sum(max(0.0, part) for part in parts.values())
+    return [(j, part / total) for j, part in parts.items() if part > 0]
+
+
 def test_each_edge_of_a_graph_leads_to_the_output_by_edges_before_it():
     graph = RelevanceFlow(build("jamba")).graph(ids(1, L), 5, share=0.99)
     reached = {L - 1: len(graph.layers)}

@@ -344,8 +344,18 @@ def test_a_token_shift_is_drawn_apart(opened):
     assert shift.count() == 1
     assert shift.locator(".strand").evaluate("n => getComputedStyle(n).strokeDasharray") != "none"
     assert "token shift" in tab.locator(".circuit figure > p").inner_text()
-    tab.locator(".node[data-id='1:3']").focus()
-    assert "The token shift gives it +5.00 of “a” (2)" in tab.locator(".ledger").inner_text()
+    tab.locator(".node[data-id='0:3']").focus()
+    given = tab.locator(".ledger tr", has_text="given by “a” 2, token shift")
+    assert given.locator("td").last.inner_text() == "\N{MINUS SIGN}5.00"
+    tab.locator(".node[data-id='0:2']").focus()
+    gives = tab.locator(".ledger tr", has_text="to “yellow” 3 by the token shift")
+    assert gives.locator("td").last.inner_text() == "+5.00"
+    assert "+5.00" not in tab.locator(".picture .number").all_inner_texts()
+    tab.locator(".way").last.click()
+    way = "“yellow”3 is given it by the token shift of layer 0, and “is”15 reads that in layer 2."
+    assert sentence(tab).startswith(f"“a”2 gives a part: {way}")
+    line = tab.locator(".ink path").get_attribute("d")
+    assert line.count("M") == 1  # it goes through from the text to the answer
     # Without runs, the share is of magnitudes, and no run is told of.
     assert "of all that tokens read" in tab.locator(".carried").inner_text()
     assert tab.locator(".carry .quiet").inner_text() == ""

@@ -105,6 +105,17 @@ def test_it_is_written_in_every_format(make, ending, tmp_path):
     assert (tmp_path / f"circuit.{ending}").stat().st_size > 5000
 
 
+def test_a_path_goes_along_a_token_shift():
+    drawn = FlowLayout(flow_graphs.shifted(), None, 5, 400.0)
+    shift, *others = drawn.along()
+    assert (shift.source, shift.target) == ((0, 2), (0, 3))
+    assert shift.is_shift
+    assert not any(link.is_shift for link in others)
+    assert shift.lane > shift.y[0] == shift.y[1]
+    assert "+5" in texts(flow_graph(flow_graphs.shifted(), path=5))
+    assert "+5" not in texts(flow_graph(flow_graphs.shifted(), path=0))
+
+
 def test_it_draws_what_the_method_returns(tmp_path):
     model = tiny("mamba")
     graph = RelevanceFlow(model).graph(ids(7)[:1], target=5)

@@ -159,7 +159,8 @@ class FlowGraph:
                 f"graph, 0 .. {len(self.tokens) - 1}, or None for any."
             )
         edges = [(self.layer_of(e), e.target, e.source, e.relevance) for e in self.edges]
-        return likeliest_paths(Steps(self.stays, self.positive, edges, self.at), count, source)
+        steps = Steps(self.stays, self.positive, edges, self.nodes, self.shifts, self.at)
+        return likeliest_paths(steps, count, source)
 
     def with_facts(self, **facts: Any) -> FlowGraph:
         """A copy of the graph that tells more: the title, the model, the answer."""

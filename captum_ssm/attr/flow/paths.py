@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -17,7 +18,8 @@ class Path:
 
     Args:
         share (float): the product of the shares of its steps.
-        nodes (list of tuple): ``(stage, token)``, from the input to the output.
+        nodes (list of tuple): ``(stage, token)``, from the input to the output. Two of one stage
+            are joined by a token shift of the layer that follows.
         relevance (list of float): of each step.
     """
 
@@ -28,17 +30,17 @@ class Path:
     @property
     def steps(self) -> list[tuple[int, int, int]]:
         """The steps, as ``(layer, source, target)``; a token that stays is its own source."""
-        pairs = zip(self.nodes[:-1], self.nodes[1:], strict=True)
-        return [(s, j, i) for (s, j), (_, i) in pairs]
+        return [(s, j, i) for (s, j), (_, i) in pairwise(self.nodes)]
 
     def words(self, tokens: Sequence[str]) -> str:
         """The path as a sentence, such as ``'dog' (44) -> 'duck' (47) by layer 1 (+4.9)``."""
         text = f"'{tokens[self.nodes[0][1]]}' ({self.nodes[0][1]})"
-        for (s, j, i), value in zip(self.steps, self.relevance, strict=True):
+        for ((s, j), (end, i)), value in zip(pairwise(self.nodes), self.relevance, strict=True):
             if i == j:
                 text += f" stays in layer {s} ({value:+.2g})"
             else:
-                text += f" -> '{tokens[i]}' ({i}) by layer {s} ({value:+.2g})"
+                way = f"the token shift of layer {s}" if end == s else f"layer {s}"
+                text += f" -> '{tokens[i]}' ({i}) by {way} ({value:+.2g})"
         return text
 
 
@@ -50,12 +52,17 @@ class Steps:
         stays (Tensor): from the same token.
         positive (Tensor): by all positive edges from others.
         edges (list of tuple): ``(layer, target, source, relevance)`` of the edges that are known.
+        nodes (Tensor): before the layer.
+        shifts (dict of int to Tensor): by offset o, what token t is given by token t - o before the
+            edges of a layer begin.
         at (sequence of int): the output's tokens.
     """
 
     stays: Tensor
     positive: Tensor
     edges: list[tuple[int, int, int, float]]
+    nodes: Tensor
+    shifts: Mapping[int, Tensor]
     at: Sequence[int]
 
     def arriving(self, layer: int) -> dict[int, list[tuple[int, float, float]]]:
@@ -71,6 +78,16 @@ class Steps:
                 found[target].append((source, value, value / total[target]))
         return found
 
+    def shifted(self, layer: int, token: int) -> list[tuple[int, float, float]]:
+        """Where what a token's edges begin with is from: as :meth:`arriving`, its own first."""
+        L = self.nodes.shape[1]
+        given = {o: float(moved[layer, token]) for o, moved in self.shifts.items()}
+        away = [float(x[layer, token + o]) for o, x in self.shifts.items() if 0 <= token + o < L]
+        own = float(self.nodes[layer, token]) - sum(away)
+        parts = [(token, own), *((token - o, value) for o, value in given.items())]
+        total = sum(max(0.0, value) for _, value in parts)
+        return [(j, value, value / total) for j, value in parts if value > _LEAST * total]
+
 
 def likeliest_paths(steps: Steps, count: int, source: int | None) -> list[Path]:
     """The likeliest paths from an input token, or from ``source``, to the output."""
@@ -82,9 +99,27 @@ def likeliest_paths(steps: Steps, count: int, source: int | None) -> list[Path]:
         for i, ways in best.items():
             for j, value, share in into[i]:
                 before.setdefault(j, []).extend(_longer(way, s, j, value, share) for way in ways)
-        best = {j: sorted(ways, key=_by_share)[:count] for j, ways in before.items()}
+        best = _likeliest(_through_shifts(steps, s, before) if steps.shifts else before, count)
     ends = best.values() if source is None else [best.get(source, [])]
     return sorted((way for ways in ends for way in ways), key=_by_share)[:count]
+
+
+def _likeliest(ways: Mapping[int, list[Path]], count: int) -> dict[int, list[Path]]:
+    return {j: sorted(of_token, key=_by_share)[:count] for j, of_token in ways.items()}
+
+
+def _through_shifts(steps: Steps, s: int, ways: Mapping[int, list[Path]]) -> dict[int, list[Path]]:
+    # By token before a layer, ways from there to where its edges begin, and on.
+    found: dict[int, list[Path]] = {}
+    for token, of_token in ways.items():
+        for j, value, share in steps.shifted(s, token):
+            found.setdefault(j, []).extend(
+                replace(way, share=way.share * share)
+                if j == token
+                else _longer(way, s, j, value, share)
+                for way in of_token
+            )
+    return found
 
 
 def _longer(way: Path, s: int, j: int, value: float, share: float) -> Path:

@@ -28,16 +28,16 @@ export class FlowGraph {
       [spot(stage, t), { value, arrived, left }]));
     this.stays = new Map(data.stays.map(([layer, t, value, ...parts]) => [spot(layer, t), { value, parts }]));
     this.reads = data.edges.map(([layer, from, to, value, heads, kind], rank) => ({
-      id: `e${rank}`, rank, kind: kind ?? "mix", layer, end: layer + 1, from, to, value, heads: heads ?? [], parts: [],
+      id: `e${rank}`, rank, kind: kind ?? "mix", layer, end: kind === "shift" ? layer : layer + 1, from, to, value,
+      heads: heads ?? [], parts: [],
     }));
-    const known = new Map(this.reads.filter(({ kind }) => kind === "mix")
-      .map((edge) => [`${edge.layer} ${edge.from} ${edge.to}`, edge]));
+    const known = new Map(this.reads.map((edge) => [`${edge.layer} ${edge.from} ${edge.end} ${edge.to}`, edge]));
     this.paths = data.paths.map(({ share, nodes }) => ({
       share,
       start: nodes[0][1],
-      steps: nodes.slice(1).map(([, to], n) => {
+      steps: nodes.slice(1).map(([end, to], n) => {
         const [layer, from] = nodes[n];
-        return from === to ? { layer, stays: from } : known.get(`${layer} ${from} ${to}`);
+        return from === to ? { layer, stays: from } : known.get(`${layer} ${from} ${end} ${to}`);
       }).filter(Boolean),
     }));
     // Told first is the path of the token that decides: the likeliest from any but the output's own.
@@ -99,9 +99,14 @@ export class FlowGraph {
       busy.add(spot(layer, from)).add(spot(end, to));
     }
     const least = min(...mixes.map(({ value }) => abs(value)));
-    const shifts = this.reads.filter(({ kind, value, layer, end, from, to }) => kind === "shift" && abs(value) >= least
-      && tops.get(from) >= layer && tops.get(to) >= end);
-    const active = new Set(mixes.map(({ layer }) => layer));
+    const ofPath = [...onPath].filter(({ kind }) => kind === "shift");
+    for (const { layer, from, to } of ofPath) {
+      reach(from, layer);
+      busy.add(spot(layer, from)).add(spot(layer, to));
+    }
+    const shifts = this.reads.filter((edge) => edge.kind === "shift" && (onPath.has(edge)
+      || (abs(edge.value) >= least && tops.get(edge.from) >= edge.layer && tops.get(edge.to) >= edge.layer)));
+    const active = new Set([...mixes, ...ofPath].map(({ layer }) => layer));
     const isDrawn = (stage) => !isFolded || stage % this.depth === 0 || active.has(stage - 1) || active.has(stage);
     const rows = range(this.depth + 1).filter(isDrawn);
     const view = { rows, active, nodes: new Map(), links: [], isSeen: (value) => (value < 0 ? isAgainst : isFor) };
@@ -143,7 +148,7 @@ export class FlowGraph {
       node.out.sort((a, b) => (a.kind === "mix") - (b.kind === "mix") || a.to - b.to);
       node.inRest = node.stage ? node.value - added(node.in, ({ value }) => value) : 0;
       node.outRest = node.stage < this.depth ? node.value - added(node.out, ({ low, value }) => low ?? value) : 0;
-      node.shifts = view.links.filter(({ kind, target }) => kind === "shift" && target === node);
+      node.shifts = view.links.filter(({ kind, source, target }) => kind === "shift" && (source === node || target === node));
     }
     const tokens = [...tops.keys()].sort((a, b) => a - b);
     return Object.assign(view, { tokens, output: view.nodes.get(spot(this.depth, this.at)) });

@@ -128,7 +128,7 @@ export class FlowLayout {
     for (const node of view.nodes.values()) node.y = this.y.get(node.stage);
     for (const link of view.links) {
       link.y0 = this.y.get(link.layer) - HALF_NODE;
-      link.y1 = this.y.get(link.end) + HALF_NODE;
+      link.y1 = this.y.get(link.end) + (link.kind === "shift" ? -HALF_NODE : HALF_NODE);
       link.jumps = graph.isJump(link);
     }
   }
@@ -169,8 +169,10 @@ export function course(link, off = 0) {
   const radius = min(max(12, width * 0.8), abs(x1 - x0) / 2);
   const y = laneY + off * way;
   const first = max(0, min(radius, y0 - laneY) - off * way);
-  const second = max(0, min(radius, laneY - y1) + off * way);
-  return `M${a} ${y0}V${y + first}Q${a} ${y} ${a + way * first} ${y}H${b - way * second}Q${b} ${y} ${b} ${y - second}V${y1}`;
+  // A token shift comes back down to where the layer's edges begin.
+  const down = y1 > laneY ? -1 : 1;
+  const second = max(0, min(radius, abs(laneY - y1)) + off * way);
+  return `M${a} ${y0}V${y + first}Q${a} ${y} ${a + way * first} ${y}H${b - way * second}Q${b} ${y} ${b} ${y - down * second}V${y1}`;
 }
 
 // Both sides of an upright, which may be wider at one end.
@@ -194,7 +196,8 @@ export function strands({ heads, width }) {
 // Where the number of a link stands.
 export function numberPlace({ x0, x1, y0, y1, kind, jumps, laneY, width }, room) {
   if (kind !== "stay") {
-    return { x: (x0 + x1) / 2, y: (jumps ? (y0 + y1) / 2 : laneY) - width / 2 - 5, "text-anchor": "middle" };
+    const y = kind === "shift" ? laneY + width / 2 + 13 : (jumps ? (y0 + y1) / 2 : laneY) - width / 2 - 5;
+    return { x: (x0 + x1) / 2, y, "text-anchor": "middle" };
   }
   const [left, right] = [min(x0, x1) - width / 2 - 5, max(x0, x1) + width / 2 + 5];
   const isLeft = right > room - 46;

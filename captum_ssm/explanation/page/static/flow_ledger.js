@@ -38,7 +38,8 @@ export class FlowLedger {
   }
 
   #sides(graph, node) {
-    const side = (links, isOut, rest, bias) => {
+    const of = ({ token }) => [quoted(graph.tokens[token]), element("small", {}, ` ${token}`)];
+    const side = (links, isOut, rest, bias, shifts = []) => {
       if (!links.length) return [];
       const sorted = [...links].sort(bySize);
       const more = sorted.splice(MOST_ROWS);
@@ -46,15 +47,15 @@ export class FlowLedger {
       // Over folded layers, biases are in the rest.
       const known = links.some(({ layer, end }) => end - layer > 1) ? 0 : bias;
       const rows = sorted.map((link) => [this.#named(graph, link, isOut), amount(link)]);
-      const rests = [[`${more.length} smaller edges`, added(more, amount)], ["biases", known], ["not shown", rest - known]];
+      const moved = shifts.map(({ source, target, value }) => source === node
+        ? [["to ", of(target), " by the token shift"], value] : [["given by ", of(source), ", token shift"], -value]);
+      const rests = [[`${more.length} smaller edges`, added(more, amount)], ...moved, ["biases", known],
+        ["not shown", rest - known - added(moved, ([, value]) => value)]];
       return [...rows, ...rests.filter(([, value]) => abs(value) > LEAST_PART * abs(node.value)).map((row) => [...row, "rest"])];
     };
-    const shifts = node.shifts.map(({ source, value }) => element("p", { class: "quiet" },
-      "The token shift gives it ", signed(value), " of ", quoted(graph.tokens[source.token]), ` (${source.token}).`));
     return [
       this.#table("Arrives, from below", side(node.in, false, node.inRest, node.arrived), node.value),
-      this.#table("Leaves, upwards", side(node.out, true, node.outRest, node.left), node.value),
-      shifts,
+      this.#table("Leaves, upwards", side(node.out, true, node.outRest, node.left, node.shifts), node.value),
     ];
   }
 

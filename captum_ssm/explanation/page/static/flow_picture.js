@@ -183,7 +183,7 @@ export class FlowPicture {
 
   // The path, and a dot where it begins, turns to another token, and ends.
   #line(line) {
-    const isTurn = (link, n) => link.kind === "mix" || line[n - 1]?.kind !== "stay";
+    const isTurn = (link, n) => link.kind !== "stay" || line[n - 1]?.kind !== "stay";
     return svg("g", { class: "ink" },
       svg("path", { d: line.map((link, n) => course(link).replace("M", line[n - 1]?.target === link.source ? "L" : "M")).join("") }),
       line.map((link, n) => isTurn(link, n) && svg("circle", { cx: link.x0, cy: link.source.y, r: 3.2 })));

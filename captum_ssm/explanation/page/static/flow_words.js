@@ -38,9 +38,10 @@ export function pathSentence(graph, path) {
   if (!reads.length) {
     return [wordAt(graph, path.start, "first"), " keeps its own through all layers: ", much, "."];
   }
-  const steps = reads.map(({ to, layer }, n) => [
-    n === 0 ? ": " : n === reads.length - 1 ? ", and " : ", ",
-    wordAt(graph, to), ` reads ${n ? "that" : "it"} in `, element("b", {}, layerNamed(graph, layer)),
+  const steps = reads.map(({ to, layer, kind }, n) => [
+    n === 0 ? ": " : n === reads.length - 1 ? ", and " : ", ", wordAt(graph, to),
+    kind === "shift" ? ` is given ${n ? "that" : "it"} by the token shift of ` : ` reads ${n ? "that" : "it"} in `,
+    element("b", {}, layerNamed(graph, layer)),
   ]);
   return [wordAt(graph, path.start, "first"), ` ${verdictOf(graph, path)}`, steps, ". ", much, " goes this way."];
 }
@@ -50,8 +51,8 @@ export function pathLine(graph, path) {
   const reads = path.steps.filter(({ id }) => id);
   const small = (text) => element("small", {}, text);
   const of = (t) => [clippedToken(graph.tokens[t]), small(` ${t}`)];
-  const layers = reads.map(({ layer }) => layer).join(", ");
-  const how = !reads.length ? "keeps its own" : `layer${reads.length > 1 ? "s" : ""} ${layers}`;
+  const layers = [...new Set(reads.map(({ layer }) => layer))];
+  const how = !reads.length ? "keeps its own" : `layer${layers.length > 1 ? "s" : ""} ${layers.join(", ")}`;
   return [of(path.start), reads.map(({ to }) => [small(" → "), of(to)]), small(` · ${how}`)];
 }
 
