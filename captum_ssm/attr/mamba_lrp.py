@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from captum_ssm.attr.base import TokenAttribution, delta
@@ -24,6 +22,7 @@ from captum_ssm.attr.segments import (
 )
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
+from captum_ssm.capture.joined_examples import joins_examples, warn_of_joined_examples
 from captum_ssm.capture.target import read_score, with_places
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
@@ -228,7 +227,8 @@ class MambaLRP(TokenAttribution):
         if is_changed:
             known.mixes_examples = None
         if request.batch > 1 and known.mixes_examples is None:
-            known.mixes_examples = mixes_examples(frozen.require_score(), rules.starts())
+            score, starts = frozen.require_score(), rules.starts()
+            known.mixes_examples = joins_examples(score, starts, rules.of_others())
         settle(model, made_of | _made_of(frozen))
         return rules, frozen
 
@@ -254,6 +254,7 @@ class MambaLRP(TokenAttribution):
                 query=False,
                 wiring=wiring,
             )
+        rules.check_embedded()
         return rules, frozen
 
     def _warn(self, frozen: FrozenModel) -> None:
@@ -263,27 +264,12 @@ class MambaLRP(TokenAttribution):
         warn_of_unknown(frozen.request.module, unknown)
         warn_of_hidden(frozen.request.module)
         if known_of(frozen.request.module).mixes_examples and frozen.request.batch > 1:
-            warnings.warn(
-                "the score of one example depends on others of the batch (as by a batch norm in "
-                "training mode), so relevance of each holds what it adds to the scores of the "
-                "others too. Explain one example at a time.",
-                UserWarning,
-                stacklevel=2,
-            )
+            warn_of_joined_examples()
 
 
 def _made_of(frozen: FrozenModel) -> frozenset[Any]:
     # What the graph of a run is made of, and what it does not show.
     return structure([frozen.require_score().grad_fn]) | frozen.operations
-
-
-def mixes_examples(score: Tensor, starts: Sequence[Tensor]) -> bool:
-    """Whether the first of some scores ``(B,)`` depends on the inputs of other examples."""
-    if not score.requires_grad:
-        return False
-    with torch.inference_mode(False), torch.enable_grad():  # also for a caller without gradients
-        found = torch.autograd.grad(score[0], starts, retain_graph=True, allow_unused=True)
-    return any(bool(one[1:].any()) for one in found if one is not None)
 
 
 def of_states(of_pasts: Mapping[str, Past]) -> dict[str, StateRelevance]:

@@ -101,6 +101,23 @@ class RelevanceStandIns(FrozenStandIns):
             *(x for x in self.inputs if x.requires_grad),
         ]
 
+    def of_others(self) -> list[Tensor | slice]:
+        """By start, which of its tokens are not of the first example."""
+        found: list[Tensor | slice] = []
+        for module, indices, _ in self.embedded:
+            rows = rows_of(module, self.table)
+            ids = [x for x in self.inputs if not x.is_floating_point()]
+            pairs = [(entries_of(indices, x, rows), x[0].numel()) for x in ids]
+            entries, count = next((e, n) for e, n in pairs if e is not None)
+            found.append(entries >= count)
+        return [*found, *[slice(1, None)] * (len(self.starts()) - len(found))]
+
+    def check_embedded(self) -> None:
+        """Raise `InputError` where the model does not embed the ids of an input by a table."""
+        for x in self.inputs:
+            if not x.is_floating_point():
+                self._leaves(x)
+
     def relevance(self, score: Tensor) -> list[Tensor]:
         """The relevance of each input's entries, in its shape: of an id that of its embedding."""
         return self.of_inputs(lambda leaves: relevance_at(leaves, score))

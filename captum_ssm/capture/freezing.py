@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.check import check_reconstruction
 from captum_ssm.capture.frozen_model import FrozenCall, FrozenModel
 from captum_ssm.capture.honesty import check_honesty
+from captum_ssm.capture.joined_examples import joins_examples, warn_of_joined_examples
 from captum_ssm.capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
@@ -27,6 +28,7 @@ from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.past import STALE
+from captum_ssm.mixers.registry import known_of
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.nested import detached
@@ -150,22 +152,41 @@ class _Plan:
         with noting_draws() as draws:
             recording = self._recorded(stand_in)
         if any(draws):
+            known, made_of = known_of(request.module), recording.operations
+            was_steady = made_of <= known.steady
             with on_thrown_away(request) as (copies, _), torch.no_grad():
-                warn_of_randomness(request.module, copies.run)
+                if warn_of_randomness(request.module, copies.run, was_steady=was_steady):
+                    known.steady |= made_of
         _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
         recording.check_finite()
         wiring = recording.wiring or sequence(len(recording.calls), recording.shape[1])
         # What puts leaves of its own into the graph checks that they are at all of the ids.
         if request.by_ids and not self.own_graph and not (self.wiring and wiring.steps[0].reads):
-            _check_tokens(request.inputs[0], wiring.steps[0].tokens)
+            _check_tokens(request.inputs[0], wiring.steps[0].tokens, recording.calls[0])
         return recording, wiring, [] if stand_in is None else stand_in.made
 
     def with_gradients(self, recording: Recording, score: Tensor) -> Recording:
         # The recording with the gradients of the score that were asked for.
+        self._look_at_examples(recording, score)
         with torch.inference_mode(False), torch.enable_grad():
             if self.through_mixers:
                 return recording.with_gradients(score)
             return recording.with_readout(score)
+
+    def _look_at_examples(self, recording: Recording, score: Tensor) -> None:
+        # Whether they act on one another: once for each structure of the graph without that.
+        known, B = known_of(self.request.module), self.request.batch
+        made_of = frozenset() if recording.wiring is None else recording.wiring.structure
+        if B == 1 or made_of <= known.apart:
+            return
+        calls = [call for call in recording.calls if call.output.shape[0] == B]
+        ports = dict(zip((call.order for call in recording.calls), recording.ports, strict=False))
+        edges = [ports[c.order].exit.edge if ports else recording.edges[c.order] for c in calls]
+        ends = [edge for edge in edges if edge is not None]
+        if joins_examples(score, ends, [slice(1, None)] * len(ends)):
+            warn_of_joined_examples()
+        else:
+            known.apart |= made_of
 
     def _score_of(self, recording: Recording) -> Tensor:
         if not self.through_mixers:
@@ -239,13 +260,14 @@ def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> N
         )
 
 
-def _check_tokens(inputs: Tensor, tokens: int) -> None:
+def _check_tokens(inputs: Tensor, tokens: int, first: MixerCall) -> None:
     # Where nothing was measured between the input and the first mixer.
     if inputs.shape[1] != tokens:
         raise InputError(
             f"inputs has shape {tuple(inputs.shape)}, but the mixers saw (batch, tokens) = "
-            f"{(inputs.shape[0], tokens)}; forward_func has to pass each input token to the model "
-            "as one token."
+            f"{tuple(first.output.shape[:-1])}; forward_func has to pass each input token to the "
+            "model as one token, and nothing in addition, such as padding, copies, or the texts "
+            "without a condition of classifier-free guidance."
         )
 
 

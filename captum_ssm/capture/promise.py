@@ -8,6 +8,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from captum_ssm.graph.points import passing_nan
+
 
 class Promise:
     """Which tokens of the starts each token of the ends depends on, as the graph says.
@@ -45,7 +47,7 @@ class Promise:
         found: Sequence[Tensor] = self.duals  # zeros
         if pairs:
             outputs, given = zip(*pairs, strict=True)
-            with suppress(RuntimeError):  # as above
+            with suppress(RuntimeError), passing_nan():  # as above
                 found = torch.autograd.grad(
                     outputs, self.duals, given, retain_graph=True, materialize_grads=True
                 )
@@ -84,6 +86,7 @@ class Promise:
         self, ends: Sequence[int], seeds: Sequence[Tensor], **options: bool
     ) -> Sequence[Tensor | None]:
         live = [self.ends[k] for k in ends]
-        return torch.autograd.grad(
-            live, self.starts, seeds, retain_graph=True, allow_unused=True, **options
-        )
+        with passing_nan():
+            return torch.autograd.grad(
+                live, self.starts, seeds, retain_graph=True, allow_unused=True, **options
+            )

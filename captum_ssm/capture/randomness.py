@@ -15,8 +15,8 @@ from torch import nn
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.utils.blocks import bound, contextmanager
 
-# So many runs are compared, until one differs.
-_RUNS = 8
+# So many runs are compared, until one differs; so many where that was done before.
+_RUNS, _AGAIN = 8, 2
 # In this thread, what notes that a run drew random numbers.
 _NOTED: ContextVar[list[bool] | None] = ContextVar("captum_ssm_random", default=None)
 
@@ -41,24 +41,30 @@ def one_run(model: nn.Module) -> Iterator[None]:
     noted.append(any(a != b for a, b in zip(before, _states(model), strict=True)))
 
 
-def warn_of_randomness(module: nn.Module, run: Callable[[], Any]) -> None:
+def warn_of_randomness(
+    module: nn.Module, run: Callable[[], Any], *, was_steady: bool = False
+) -> bool:
     """Warn where a model that drew random numbers returns something else when it runs again.
 
-    A layer that is dropped as a whole, or not, returns the same in some pairs of runs.
+    A layer that is dropped as a whole, or not, returns the same in some pairs of runs. Fewer are
+    made where the model ``was_steady`` in an earlier call: its numbers may have no effect at all.
+
+    Returns:
+        bool: whether all runs returned the same.
     """
     first, change = extract_logits(run()), 0.0
     if not first.is_floating_point():
-        return
+        return False
     size = float(torch.linalg.vector_norm(first))
-    for _ in range(_RUNS - 1):
+    for _ in range((_AGAIN if was_steady else _RUNS) - 1):
         other = extract_logits(run())
         if other.shape != first.shape:
-            return
+            return False
         change = float(torch.linalg.vector_norm(other - first)) / max(size, 1e-30)
         if change > 16 * torch.finfo(first.dtype).eps:
             break
     else:
-        return
+        return True
     training = [name or "the model" for name, m in module.named_modules() if m.training]
     what = f", as {training[0]} is in train mode: call model.eval()" if training else ""
     warnings.warn(
@@ -68,6 +74,7 @@ def warn_of_randomness(module: nn.Module, run: Callable[[], Any]) -> None:
         UserWarning,
         stacklevel=2,
     )
+    return False
 
 
 def _states(model: nn.Module) -> list[Any]:

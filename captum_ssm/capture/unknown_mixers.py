@@ -74,7 +74,9 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
     known = known_of(model)
     known.unknown = unknown = known.unknown if refused is None else refused
     if unknown is not None and "Softmax" not in unknown and "ScaledDotProduct" not in unknown:
-        why = unknown.partition(". ")[0]
+        why = unknown.partition(". ")[0].removesuffix(".")
+        if "tokens are mixed" not in why:
+            why = f"nothing tells what else mixes tokens, as {why.partition('; ')[0]}"
         warnings.warn(
             f"{why}: its coefficients are not held constant, so relevance may not add up to the "
             "score. The convergence delta says by how much.",

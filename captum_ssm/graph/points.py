@@ -43,8 +43,10 @@ class Point:
 
     @classmethod
     def of(cls, x: Tensor, channels: int | None = -1) -> Point:
-        """The point of a tensor that requires a gradient."""
-        return cls(get_gradient_edge(x), x.shape, x.dtype, x.device, channels)
+        """The point of a tensor that requires a gradient, also for a caller without gradients."""
+        with torch.inference_mode(False), torch.enable_grad():
+            edge = get_gradient_edge(x)
+        return cls(edge, x.shape, x.dtype, x.device, channels)
 
     @classmethod
     def at(cls, edge: GradientEdge, channels: int | None = -1) -> Point:
@@ -170,6 +172,15 @@ def visit_gradients(
         torch.autograd.grad(
             [root.edge for root in roots], before, nothing, retain_graph=True, allow_unused=True
         )
+
+
+@contextmanager
+def passing_nan() -> Iterator[None]:
+    """Gradients may be no numbers, also where autograd looks for anomalies."""
+    with ExitStack() as stack:
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        yield
 
 
 @contextmanager

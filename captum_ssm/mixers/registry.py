@@ -42,6 +42,10 @@ class Known:
             Default: None
         hidden_in (frozenset, optional): what its graph was made of in which that was found.
             Default: frozenset()
+        apart (frozenset, optional): what its graphs are made of in which a score of an example
+            depends on no other of its batch. Default: frozenset()
+        steady (frozenset, optional): what its runs called in which random numbers had no effect.
+            Default: frozenset()
         mixes_examples (bool, optional): whether a score of an example depends on others of its
             batch. Default: None, not looked at
         projection (str, optional): the name of its linear layer that returned its result.
@@ -59,6 +63,8 @@ class Known:
     honest: frozenset[Any] = frozenset()
     hidden: Any = None
     hidden_in: frozenset[Any] = frozenset()
+    apart: frozenset[Any] = frozenset()
+    steady: frozenset[Any] = frozenset()
     mixes_examples: bool | None = None
     projection: str | None = None
     right: Any = None

@@ -22,7 +22,7 @@ from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.joined_streams import in_parts
 from captum_ssm.wiring.ledger import structure
-from captum_ssm.wiring.mixer_graph import MixerGraph
+from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed, unread
 from captum_ssm.wiring.output import OutputReads
 from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
@@ -240,7 +240,13 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
     if given is not None and other is not None and given.edge == other.edge:
         graph.orders[i] = graph.orders.get(lead)
         return
-    T = graph.exits[i].tokens
+    T, others = graph.exits[i].tokens, graph.exits[lead].tokens
+    if others != T:
+        raise UnsupportedModelError(
+            f"{graph.name(lead)} and {graph.name(i)} are side by side, on {others} and {T} tokens "
+            "of the batch (as an encoder and a decoder); expected mixers of the same tokens there. "
+            f"{ADVICE}"
+        )
     root = graph.entries[next(k for k, one in graph.direct.items() if i in one)]
     place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
     for mine, theirs in _alike(graph, i, lead, root):
@@ -254,7 +260,7 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
         place[place < 0] = int(left.nonzero())
     if torch.equal(place.sort().values, torch.arange(T)):
         graph.orders.put(i, lead, place)
-    elif root is not None and root.tokens == T == graph.exits[lead].tokens:
+    elif root is not None and root.tokens == T:
         graph.orders[i] = graph.orders.get(lead)  # unless the check of mixing knows better
     else:
         raise graph.refused(i, lead, "side by side, in orders that could not be told apart")

@@ -125,11 +125,14 @@ class MixerGraph:
     def _refuse_lost(self) -> None:
         lost = [i for i in range(self.end) if not self.direct[i]]
         if lost and any(i < 0 for one in self.direct.values() for i in one):
-            given, first = ((self.batch, self.tokens(i)) for i in (lost[0], 0))
+            calls = f"call {lost[0] + 1} of the {self.end} calls of mixers"
             raise UnsupportedModelError(
-                f"{self.name(lost[0])} is given tokens that do not come from the input, "
-                f"(batch, tokens) = {given}, and {self.name(0)} is given {first}; expected a "
-                "forward_func that runs the model once (not generate()), differentiably."
+                f"{self.name(lost[0])} is given tokens that do not come from the input ({calls}), "
+                "but from constants (a learned sequence, zeros, as in the branch without a "
+                "condition of classifier-free guidance) or by a way that cannot be differentiated "
+                "(generate(), torch.no_grad()); expected a forward_func that runs the model once, "
+                "on the inputs. Give it the branch that reads them, or use MambaLRP, which goes "
+                "through the model's own graph."
             )
 
     def refuse_calls(self) -> None:

@@ -188,8 +188,9 @@ class TokenMaps:
         if local is None:
             raise UnsupportedModelError(
                 f"between {graph.name(j)} and {graph.name(i)} tokens are chosen, in each example "
-                "of the batch in a way of its own (as by a router), and maps through the layers "
-                "are of all examples at once; explain one example at a time."
+                "of the batch in a way of its own (as by a router, or beside texts of constants, "
+                "as in classifier-free guidance), and maps through the layers are of all examples "
+                "at once; explain one example at a time."
             )
         return TokenMap(source=local, count=S)
 

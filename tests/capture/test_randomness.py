@@ -74,9 +74,37 @@ def test_draws_that_change_nothing_are_not_warned_of(kind, monkeypatch):
     compared = []
     own = freezing.warn_of_randomness
     monkeypatch.setattr(
-        freezing, "warn_of_randomness", lambda *args: compared.append(args) or own(*args)
+        freezing,
+        "warn_of_randomness",
+        lambda *args, **options: compared.append(args) or own(*args, **options),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RawAttention(Noisy(kind).eval()).attribute(ids(1, 7))
     assert bool(compared) == (kind == "unused")  # without a draw the model runs no more often
+
+
+def test_a_model_that_was_steady_is_run_less_often():
+    """Noise whose size is a number among the modules' attributes is looked at anew."""
+
+    runs: list[int] = []
+
+    class Scaled(Noisy):
+        size = 0.0
+
+        def forward(self, tokens):
+            runs.append(1)
+            return self.model(tokens).logits + self.size * torch.rand(1)
+
+    model, tokens, counts = Scaled("gumbel").eval(), ids(1, 7), []
+    model.size = 0.0
+    for _ in range(3):
+        runs.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            RawAttention(model).attribute(tokens, target=(5, 3))
+        counts.append(len(runs))
+    assert counts[1] == counts[2] <= counts[0] - 6
+    model.size = 1.0
+    with pytest.warns(UserWarning, match="changes by .* from run to run"):
+        RawAttention(model).attribute(tokens, target=(5, 3))

@@ -80,6 +80,9 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     # embeddings) is in no step; what comes of it is local to the tokens.
     read = [(group, _stream_before(group[0], frozen, live)) for group in groups]
     read = [(group, before) for group, before in read if before.values.shape == final.shape]
+    for group, _ in read:
+        if frozen.wiring.steps[group[0].step].around == ():
+            raise _without_stream(group[0].name)
     streams = [*(before for _, before in read[1:]), last]
     steps: dict[int, LayerStep] = {}
     scaled: dict[int, FrozenCall] = {}
@@ -88,13 +91,8 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
         group, of_stream = _as_added(mixers, given, following, frozen.others, live)
         scaled |= dict(zip(map(id, mixers), group, strict=True))
         mixed, before = output_of(group).to(final.dtype), of_stream * given.values
-        is_alone = frozen.wiring.steps[group[0].step].around == ()
-        if is_alone or (following is not last and torch.equal(following.values, mixed)):
-            raise ValueError(
-                f"what {group[0].name} returned is given on with no residual stream around it; "
-                "expected each mixer to add to one. Use MambaLRP or a rollout, or pass layer= "
-                "and another aggregation for a map of one layer."
-            )
+        if following is not last and torch.equal(following.values, mixed):
+            raise _without_stream(group[0].name)
         local = _local(following.values, before, mixed)
         steps[group[0].step] = LayerStep([(group, direction)], before, direction, local)
         direction = direction * of_stream
@@ -103,6 +101,14 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     # What is read by a function without a rule is not the stream times the direction.
     score = frozen.require_score().to(at_last) if frozen.unruled else dot(at_last, final)
     return Decomposition(replace(frozen, layers=layers), steps, score)
+
+
+def _without_stream(name: str) -> ValueError:
+    return ValueError(
+        f"what {name} returned is given on with no residual stream around it; expected each mixer "
+        "to add to one. Use MambaLRP or a rollout, or pass layer= and another aggregation for a "
+        "map of one layer."
+    )
 
 
 def _is_mixed(stream: Point | None, live: Recording | None) -> bool:
