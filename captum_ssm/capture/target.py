@@ -330,7 +330,8 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     # The mean score of all answers but the target's, (B,), by the probabilities that they have
     # among themselves; zero for an output that is one score.
     logits = extract_logits(recording.output)
-    target, position = _split_target(recording, target, position)
+    # In any output per token, an entry's first index is the token whose answers compete.
+    target, position = _split_target(recording, target, position, is_only_place=True)
     if logits.dim() == 3 and _is_tokens(recording):
         logits = _row_of(recording, logits, position)
     # Numbers, such as those of a regression or of features, do not compete.

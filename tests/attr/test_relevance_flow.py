@@ -170,6 +170,20 @@ def test_gradient_edges_are_the_slope_of_removing_them(family):
     torch.testing.assert_close(edges.matrix().sum((1, 2, 3)), slope, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_others_of_an_entry_are_those_of_its_token(batch):
+    # A pair is the token and the answer there, also where two examples could take one number each.
+    model, x = torch.nn.Sequential(wild.Mixer(), wild.Mixer()).eval(), wild.tokens(batch, L)
+    row = model(x)[:, 4].detach()
+    rest = row.clone()
+    rest[:, 1] = -torch.inf
+    expected = row[:, 1] - (rest.softmax(-1) * row).sum(-1)
+    for target in ((4, 1), [(4, 1)] * batch):
+        score = RelevanceFlow(model).edges(x, target).score
+        torch.testing.assert_close(score, expected)
+    torch.testing.assert_close(RelevanceFlow(model).edges(x, 1, position=4).score, expected)
+
+
 def test_what_the_score_is_compared_with():
     model, tokens = build("mamba"), ids(2, L)
     flow = RelevanceFlow(model)
