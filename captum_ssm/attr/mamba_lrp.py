@@ -24,14 +24,7 @@ from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
 from captum_ssm.capture.joined_examples import joins_examples, warn_of_joined_examples
 from captum_ssm.capture.target import read_score, with_places
-from captum_ssm.capture.unknown_mixers import (
-    find_unknown_mixers,
-    forget_warned,
-    is_settled,
-    reaching,
-    settle,
-    warn_of_unknown,
-)
+from captum_ssm.capture.unknown_mixers import find_unknown_mixers, reaching, warn_of_unknown
 from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import known_of
 from captum_ssm.operators.composed import sum_of
@@ -209,13 +202,14 @@ class MambaLRP(TokenAttribution):
     ) -> tuple[StandIns, FrozenModel]:
         """A run in which frozen forms stand in for all that depends on data, and these."""
         find_unknown_mixers(request)
-        model, is_new = request.module, not is_settled(request.module)
+        known = known_of(request.module)
+        is_new = not known.is_settled()
         run = partial(self._ruled, request, arguments, stand_ins)
         rules, frozen = reaching(request, partial(run, wiring=is_new))
-        made_of, known = _made_of(frozen), known_of(model)
-        is_changed = not is_settled(model, made_of)
+        made_of = _made_of(frozen)
+        is_changed = not known.is_settled(made_of)
         if is_changed and not is_new:
-            forget_warned(model)
+            known.forget_warned()
             # Its graph is made of something that was not there before.
             rules, frozen = run(wiring=True)
         # Scans that no mixer is known of have to be frozen too.
@@ -229,7 +223,7 @@ class MambaLRP(TokenAttribution):
         if request.batch > 1 and known.mixes_examples is None:
             score, starts = frozen.require_score(), rules.starts()
             known.mixes_examples = joins_examples(score, starts, rules.of_others())
-        settle(model, made_of | _made_of(frozen))
+        known.settle(made_of | _made_of(frozen))
         return rules, frozen
 
     def _ruled(

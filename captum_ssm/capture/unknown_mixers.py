@@ -32,40 +32,6 @@ from captum_ssm.wiring.wiring import Wiring
 T = TypeVar("T")
 
 
-def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> bool:
-    """Whether all that mixes tokens in a graph of a model is known.
-
-    Args:
-        model (nn.Module): the model.
-        structure (frozenset, optional): what the graph is made of. Default: frozenset(), for any
-            graph of this model
-    """
-    known = known_of(model)
-    if known.made_of is None or not structure:
-        return known.made_of is not None
-    # What a warning is about may be gone from a graph that is made of less.
-    return structure == known.made_of if _is_warned(model) else structure <= known.made_of
-
-
-def settle(model: nn.Module, structure: frozenset[Any]) -> None:
-    """Let :func:`is_settled` know that a graph was measured, and searched if tokens are mixed."""
-    known = known_of(model)
-    before = None if _is_warned(model) else known.made_of
-    known.made_of = structure if before is None else before | structure
-
-
-def forget_warned(model: nn.Module) -> None:
-    """Forget what a warning was about, and which graphs had it, before another one is measured."""
-    known = known_of(model)
-    if _is_warned(model):
-        known.made_of = known.unknown = None
-
-
-def _is_warned(model: nn.Module) -> bool:
-    known = known_of(model)
-    return bool(known.unknown or known.hidden or known.mixes_examples)
-
-
 def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
     """Warn of what mixes tokens in a model and is no mixer, as once measured.
 

@@ -69,6 +69,33 @@ class Known:
     projection: str | None = None
     right: Any = None
 
+    @property
+    def is_warned(self) -> bool:
+        """Whether warnings are about something in it."""
+        return bool(self.unknown or self.hidden or self.mixes_examples)
+
+    def is_settled(self, structure: frozenset[Any] = frozenset()) -> bool:
+        """Whether all that mixes tokens in a graph is known.
+
+        Args:
+            structure (frozenset, optional): what the graph is made of. Default: frozenset(), for
+                any graph of this model
+        """
+        if self.made_of is None or not structure:
+            return self.made_of is not None
+        # What a warning is about may be gone from a graph that is made of less.
+        return structure == self.made_of if self.is_warned else structure <= self.made_of
+
+    def settle(self, structure: frozenset[Any]) -> None:
+        """Note that a graph was measured, and searched if tokens are mixed."""
+        before = None if self.is_warned else self.made_of
+        self.made_of = structure if before is None else before | structure
+
+    def forget_warned(self) -> None:
+        """Forget what a warning was about, and which graphs had it, before another is measured."""
+        if self.is_warned:
+            self.made_of = self.unknown = None
+
 
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 _NOTHING = Known()
