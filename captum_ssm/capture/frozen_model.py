@@ -79,9 +79,7 @@ class FrozenCall:
             if mixer is None:
                 mixer = self._read()
             if self.is_new:
-                warn_if_padding_is_read(self.name, self.source, mixer, self.mask)
-                warn_of_shift(self.source, mixer)
-            self.is_new = False
+                self._look_at(mixer)
             if self.order is not None:
                 mixer = ReorderedMixer.of(mixer, self.order)
             if self.scale is not None:
@@ -118,15 +116,20 @@ class FrozenCall:
         adapter, call = find_adapter(self.source.module), self.source
         assert adapter is not None
         with copied(call.module), weights_loaded(call.module):
-            mixer = adapter(call)
-        if self.check and self.is_new and self.made is None:
+            return adapter(call)
+
+    def _look_at(self, mixer: FrozenMixer) -> None:
+        # Once: what was not compared in the run is compared, and what the call kept is let go.
+        call = self.source
+        if self.check and self.made is None:
             deviation = Deviation.of(call, Rebuilt.of(mixer, call))
             check_reconstruction(self.name, call, deviation, self.mask)
-        if call.linears is not None:
-            call.linears.forget()
-        if call.scans is not None:
-            call.scans.forget()
-        return mixer
+        for kept in (call.linears, call.scans):
+            if kept is not None:
+                kept.forget()
+        warn_if_padding_is_read(self.name, call, mixer, self.mask)
+        warn_of_shift(call, mixer)
+        self.is_new = False
 
 
 def _scaled(mixer: FrozenMixer, scale: Tensor) -> FrozenMixer:
