@@ -67,7 +67,7 @@ class StateOperator(TokenOperator):
 
     @abstractmethod
     def split_states(self, state: Tensor) -> tuple[Tensor, ...]:
-        """The N parts of a state, as :meth:`joined_states` takes them."""
+        """The N parts, ``(..., D)`` each, of a state ``(..., D, N)`` or ``(..., H, N, P)``."""
 
 
 def for_each(x: Any, count: int, dim: int = -1) -> Any:
