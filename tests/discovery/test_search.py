@@ -377,7 +377,8 @@ class SkipsItsInput(Block):
 class Noisy(Block):
     def forward(self, x):
         y = super().forward(x)
-        return y + 1e-3 * y.abs().max() * torch.sin(37 * y)
+        size = y.abs().flatten(1).amax(1).view(-1, 1, 1)  # of each example
+        return y + 1e-3 * size * torch.sin(37 * y)
 
 
 class Attends(Block):
