@@ -140,6 +140,19 @@ def test_a_mixer_counts_as_it_is_added_to_the_stream(make) -> None:
     assert float(delta.abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("make", [GatedByToken, ScaledBeforeMLP])
+def test_a_large_token_hides_no_factor(make) -> None:
+    """What mixers add is less than the rounding of the largest token, whose stream it is not."""
+    model, tokens = made(make), ids(1, L)
+    tokens[tokens == 7] = 8
+    tokens[0, 0] = 7
+    with torch.no_grad():
+        model.embeddings.weight[7] *= 3e7
+    expected = LaTIM(model).attribute(tokens, target=TARGET)
+    found = LaTIM(model.float()).attribute(tokens, target=TARGET)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
+
+
 class Projected(Blocks):
     def added(self, y, given):
         return self.factor(y)

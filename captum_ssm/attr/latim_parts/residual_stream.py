@@ -143,7 +143,8 @@ def _as_added(
     if len(known) < len(points):
         return (group if is_sum else _fitted(group, before.values, after)), one
     root, stream, *exits = known
-    if is_sum and is_kept(root, stream):
+    # The sum alone may be that within the rounding of a few large tokens.
+    if is_sum and all(is_kept(root, point) for point in (stream, *exits)):
         return group, one
     of_stream, *scales = factors(root, [stream, *exits])
     # A mixer may be given something else than the stream, such as a sum with the embeddings.
