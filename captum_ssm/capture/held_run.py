@@ -133,7 +133,19 @@ def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwa
 def _or_error(results: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # What a mixer returns, whose exceptions are kept: a model may catch them.
     try:
-        return forward(*args, **kwargs)
+        return _run(forward, args, kwargs)
     except Exception as error:
         results.append(error)
         raise
+
+
+def _run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # What a mixer returns; without a graph where it has none, as it writes into what a function
+    # with a backward pass of its own returned as a view. Its first result is a start all the same.
+    try:
+        return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if "view was created inside a custom Function" not in str(error):
+            raise
+    with torch.no_grad():
+        return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Exceptions that a model catches: of its mixers, whose calls are none, and of the library."""
+"""Exceptions that a model catches, of its mixers or the library, and one that a graph raises."""
 
 import types
 import warnings
@@ -9,11 +9,12 @@ import torch
 import wild
 from families import build
 from inputs import Series, noise
-from methods import assert_close, each_method
-from models import ids
+from methods import assert_close, each, each_method
+from models import ids, tiny
 from torch import nn
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from captum_ssm import UnsupportedModelError
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
 from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.nested import map_tensors
 
@@ -115,3 +116,34 @@ def test_a_model_that_goes_on_without_a_mixer(method):
 def test_no_model_catches_what_the_library_refuses(method):
     with pytest.raises(UnsupportedModelError, match=r"run under torch.inference_mode\(\)"):
         method(falling(hides=True)).attribute(noise(2, 8, 3), target=1)
+
+
+class Viewed(torch.autograd.Function):
+    """Returns a view, as the short convolution of flash-linear-attention does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone().view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class WritesIntoAView(MambaMixer):
+    """Runs without a graph only: autograd refuses the write."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(Viewed.apply(hidden_states).mul_(1), *args, **kwargs)
+
+
+@each([RawAttention, MambaRollout, LaTIM, MambaLRP])
+def test_a_mixer_that_runs_without_a_graph_only(method):
+    tokens, model = ids(2, 9), tiny("mamba")
+    truth = method(model).attribute(tokens, target=5)
+    model = tiny("mamba")
+    for _, mixer in find_mixers(model):
+        mixer.__class__ = WritesIntoAView
+    with pytest.raises(RuntimeError, match="view was created inside a custom Function"):
+        model(tokens)
+    assert torch.equal(explained(method, model, tokens, target=5), truth)
