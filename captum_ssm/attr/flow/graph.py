@@ -55,8 +55,8 @@ class FlowGraph:
         rest (Tensor): ``(W, L)``, what else the block adds: its MLP; with the residual where that
             is unknown.
         bias (Tensor): ``(W, L)``, what the mixers' biases contribute at each token after a layer.
-        constant (Tensor): ``(W, L)``, what biases around the mixers of a layer, of norms and MLPs,
-            give to what a token stays or is read as: no token of the input is its source.
+        constant (Tensor): ``(W, L)``, what biases of norms and MLPs around the mixers of a layer
+            give, and what the layer reads that are not its tokens, such as a condition.
         shifts (dict of int to Tensor): by offset o, ``(W, L)``, what token t of a layer is given by
             token t - o outside of the mixers' edges: by a token shift, or by the short convolution
             before ``"hidden"`` edges.

@@ -31,8 +31,8 @@ class Ways:
     """What reaches the input of a block by no edge of its mixers.
 
     Args:
-        constant (Tensor): ``(B, L)``, what biases of norms and MLPs give: no token of the input is
-            its source.
+        constant (Tensor): ``(B, L)``, what biases of norms and MLPs give, and what the block reads
+            that are not its tokens, such as a condition.
         shifts (dict of int to Tensor): by offset o, ``(B, L)``, what token t is given by token
             t - o outside of the mixers' scans.
         beside (Tensor): ``(B, L)``, what the block reads of tensors that other blocks are given
