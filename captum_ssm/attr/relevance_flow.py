@@ -44,7 +44,7 @@ from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenModel, Readout, Request
 from captum_ssm.capture.target import Against
 from captum_ssm.mixers.components import check_formulation
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of
 from captum_ssm.utils.offload import moved
 
 RULES = ("lrp", "gradient", "integrated")
@@ -295,9 +295,7 @@ class RelevanceFlow(MambaLRP):
 
     def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
         # The mean over runs in which all edges are scaled by (k + 1/2) / steps.
-        count = as_index(steps)
-        if count is None or count < 1:
-            raise ValueError(f"steps is {steps!r}; expected an integer of at least 1.")
+        count = count_of("steps", steps, 1)
         whole = self._asked(arguments, formulation, "gradient")
         runs = [
             self.in_changed_run(partial(ScaledStandIns, factor=(k + 0.5) / count))._asked(

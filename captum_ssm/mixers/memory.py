@@ -110,11 +110,6 @@ def _is_read(kept: StateOperator, reader: StateOperator, values: Tensor) -> bool
     return bool((found - state).norm() <= 1e-3 * state.norm())
 
 
-def split_states(state: Tensor, operator: StateOperator) -> tuple[Tensor, ...]:
-    """The N states, ``(..., D)`` each, of ``(..., D, N)`` or ``(..., H, N, P)``."""
-    return operator.split_states(state)
-
-
 def state_reader(mixer: FrozenMixer, directions: Tensor) -> FrozenMixer:
     r"""A mixer that returns, in place of what the model makes of its state, features of it.
 

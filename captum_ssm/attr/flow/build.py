@@ -22,7 +22,7 @@ from captum_ssm.utils.integers import example_index
 CANDIDATES, MOST = 1000, 300
 # Relevance by head is told of layers with so many maps at most.
 FEW_HEADS = 16
-# Of the largest relevance: what is less was not read.
+# What is a smaller part of the largest relevance was not read.
 _READ = 1e-5
 
 

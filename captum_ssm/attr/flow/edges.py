@@ -14,7 +14,7 @@ from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.flow.stream import BlockNodes
 from captum_ssm.capture.frozen_model import exact_arithmetic
 from captum_ssm.operators import TopEntries
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of, index_in
 
 RANKINGS = ("size", "signed")
 
@@ -58,8 +58,8 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
     of: str
 
     def __getitem__(self, layer: str | int) -> LayerEdges:
-        index = as_index(layer)
-        if index is not None and -len(self.layers) <= index < len(self.layers):
+        index = index_in(layer, len(self.layers))
+        if index is not None:
             return list(self.layers.values())[index]
         if layer in self.layers:
             return self.layers[layer]
@@ -127,8 +127,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         """
         if by not in RANKINGS:
             raise ValueError(f"by is {by!r}; expected one of {RANKINGS}.")
-        if as_index(k) is None or k < 1:
-            raise ValueError(f"k is {k!r}; expected an integer of at least 1.")
+        k = count_of("k", k, 1)
         chosen = list((self if layers is None else self.of_layers(layers)).layers.values())
         with exact_arithmetic():
             ranked = [layer.operator.top(k, by, between=between) for layer in chosen]

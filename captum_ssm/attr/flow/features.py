@@ -16,11 +16,10 @@ from captum_ssm.mixers.memory import (
     changes_of_state,
     check_directions,
     memory_of,
-    split_states,
     state_of,
 )
 from captum_ssm.utils.copies import original
-from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.integers import count_of
 
 
 class Feature(NamedTuple):
@@ -89,11 +88,8 @@ class FeatureRelevance:
         Raises:
             ValueError: for a k below 1.
         """
-        count = as_index(k)
-        if count is None or count < 1:
-            raise ValueError(f"k is {k!r}; expected an integer of at least 1.")
         flat = self.relevance.flatten()
-        largest = flat.abs().topk(min(count, flat.numel())).indices
+        largest = flat.abs().topk(min(count_of("k", k, 1), flat.numel())).indices
         return [self._at(int(place)) for place in largest]
 
     def _at(self, place: int) -> Feature:
@@ -173,7 +169,7 @@ def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]
     state = state_of(mixer)
     values = readout.encode(state.flatten(2)).to(g)
     slopes, total = torch.zeros_like(values), torch.zeros_like(g[..., 0])
-    parts = (split_states(x.to(g), operator) for x in (state, decoder))
+    parts = (operator.split_states(x.to(g)) for x in (state, decoder))
     for part, atoms, change in zip(*parts, changes_of_state(mixer), strict=True):
         slope = change.rmatvec(g)  # (B, L, D)
         slopes += slope @ atoms.T

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from captum_ssm.attr.flow.activations import Activations
 from captum_ssm.capture import FrozenCall
-from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import COMPONENTS
 from captum_ssm.mixers.reordered import ReorderedMixer
@@ -22,6 +22,7 @@ from captum_ssm.operators import (
     TokenOperator,
 )
 from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.integers import from_start
 from captum_ssm.utils.lazy import cached_property
 
 # Tiles of rows of so many entries are ranked at a time.
@@ -121,12 +122,8 @@ class LayerEdges:
         B, L = self.operator.batch, self.operator.length
         index = torch.arange(L) if index is None else torch.as_tensor(index)
         index = index if index.dim() else index[None]
-        if bool(((index < -L) | (index >= L)).any()):
-            raise InputError(
-                f"index is {index.tolist()}, outside the {L} tokens of {self.name}: expected "
-                f"0 .. {L - 1} (or -{L} .. -1 from the end)."
-            )
-        return (index % L).to(self.operator.device).expand(B, index.shape[-1])
+        told = f"index is {index.tolist()}, outside the {L} tokens of {self.name}"
+        return from_start(index, L, told).to(self.operator.device).expand(B, index.shape[-1])
 
     def heads(self, index: Tensor | None = None, groups: int | None = None) -> Tensor:
         """The edges by head (of a mixer with one map per channel: by channel).

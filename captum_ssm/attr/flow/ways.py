@@ -137,7 +137,7 @@ class _Block:
 
     @cached_property
     def tolerances(self) -> tuple[float, float]:
-        """Of the relevance at a token: what surely is rounding, and what may be."""
+        """What surely is rounding of the relevance at a token, and what may be."""
         outs = [one.edges.out for one in self.mixers]
         sums = [x.abs().amax() for x in (self.nodes.before, self.nodes.after, self.sunk, *outs)]
         surely = _BALANCED * float(max(sums))
