@@ -115,7 +115,7 @@ class Recording:
         output = extract_logits(self.output)
         if output.dim() == 1:
             return output
-        return None if self.is_language else self.score
+        return None if self.is_language and output.dim() > 2 else self.score
 
     @property
     def reads_mixers(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ from captum_ssm.graph.relevance_rules import ruled
 
 # What is off by less was rounded.
 _ROUNDING = 1e-3
+
+
+def before_casts(point: Point) -> Point:
+    """The tensor that a point is, in another dtype or on another device."""
+    edge = point.edge
+    while edge.node.name().startswith("ToCopy"):
+        ((node, output),) = edge.node.next_functions
+        assert node is not None
+        edge = GradientEdge(node, output)
+    form = edge.node._input_metadata[edge.output_nr]
+    return replace(point, edge=edge, dtype=form.dtype, device=form.device)
 
 
 def is_kept(root: Point, leaf: Point) -> bool:
@@ -58,8 +70,9 @@ def _factor(
 ) -> Tensor | None:
     if whole is None or g is None or moved is None:
         return None
+    rounding = max(_ROUNDING, 2 * torch.finfo(leaf.dtype).eps, 2 * torch.finfo(noise.dtype).eps)
     is_closed = not bool(moved.any()) and bool(whole.any())
-    if is_closed or not bool((moved - g * noise).norm() <= _ROUNDING * moved.norm()):
+    if is_closed or not bool((moved - g * noise).norm() <= rounding * moved.norm()):
         return None
-    is_same = bool((g - g[:1]).norm() <= _ROUNDING * g.norm())
+    is_same = bool((g - g[:1]).norm() <= rounding * g.norm())
     return g[0] if is_same else g.view(*leaf.shape[:-1], -1)

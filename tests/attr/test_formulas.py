@@ -10,7 +10,7 @@ import torch
 from families import build
 from methods import MAPS, assert_close, each, each_method
 from models import S6_FAMILIES, Classifier, Residual, ids, recast, s6_paths, tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm import (
     LaTIM,
@@ -539,3 +539,22 @@ def test_a_target_names_the_position(method):
     assert torch.equal(found, method(model).attribute(x, target=[3, 2], position=places))
     with pytest.raises(TargetError, match="give one of them"):
         method(model).attribute(x, target=(5, 3), position=5)
+
+
+@pytest.mark.parametrize("method", [MambaAttribution, UnifiedImplicitAttention])
+def test_a_target_is_read_from_its_own_tokens(method):
+    """Two answers of one text: one is read from its end, the other from its third token."""
+
+    class Answers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny("mamba")
+
+        def forward(self, tokens):
+            logits = self.model(tokens).logits
+            return torch.stack([logits[:, -1, 5], logits[:, 2, 6]], 1)
+
+    model, tokens = Answers(), ids(2, 7)
+    found = method(model).attribute(tokens, target=1)
+    assert bool((found[:, 3:] == 0).all())
+    torch.testing.assert_close(found, method(model.model).attribute(tokens, target=(2, 6)))

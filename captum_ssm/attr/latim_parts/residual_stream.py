@@ -19,7 +19,7 @@ from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep, dot, out
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.capture.recording import Recording
-from captum_ssm.graph.factors import factors, is_kept
+from captum_ssm.graph.factors import before_casts, factors, is_kept
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.relevance_rules import is_norm
@@ -52,7 +52,7 @@ class _Stream:
         is_sum = torch.is_tensor(call.arguments.get("residual"))
         if source is None or x is None or is_sum or not x.requires_grad or x.shape != values.shape:
             return cls(values)
-        return cls(values, Point.of(x).before_move(source.channels))
+        return cls(values, before_casts(Point.of(x).before_move(source.channels)))
 
 
 def stream_of(frozen: FrozenModel) -> Decomposition:
@@ -299,7 +299,7 @@ def _stream_before(layer: FrozenCall, frozen: FrozenModel, live: Recording | Non
     pairs = () if live is None else zip(live.calls, live.ports, strict=bool(live.ports))
     entries = [port.entry for one, port in pairs if one.order == layer.source.order]
     entry = entries[0].before_move(call.channels) if entries and entries[0] else None
-    return _Stream(call.tokens(), entry)
+    return _Stream(call.tokens(), None if entry is None else before_casts(entry))
 
 
 def feeding_norm(call: MixerCall, norms: Sequence[MixerCall]) -> MixerCall | None:
