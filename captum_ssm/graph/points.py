@@ -166,9 +166,9 @@ def visit_gradients(
 
     with ExitStack() as stack:
         for root, seed in zip(roots, seeds, strict=True):
-            stack.enter_context(_passing(root.edge, partial(put, root, seed)))
+            stack.enter_context(passing(root.edge, partial(put, root, seed)))
         for i, leaf in enumerate(leaves):
-            stack.enter_context(_passing(leaf.edge, partial(look, i, leaf)))
+            stack.enter_context(passing(leaf.edge, partial(look, i, leaf)))
         torch.autograd.grad(
             [root.edge for root in roots], before, nothing, retain_graph=True, allow_unused=True
         )
@@ -192,15 +192,14 @@ def closed(edges: Iterable[GradientEdge]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for edge in edges:
-            stack.enter_context(_passing(edge, close))
+            stack.enter_context(passing(edge, close))
         yield
 
 
 @contextmanager
-def _passing(
-    edge: GradientEdge, change: Callable[[Tensor | None], Tensor | None]
-) -> Iterator[None]:
-    # What a tensor is given as its gradient goes through a function meanwhile.
+def passing(edge: GradientEdge, change: Callable[[Tensor | None], Tensor | None]) -> Iterator[None]:
+    """What a tensor is given as its gradient goes on through a function meanwhile."""
+
     def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         k = edge.output_nr
         return (*given[:k], change(given[k]), *given[k + 1 :])

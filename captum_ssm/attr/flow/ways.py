@@ -13,18 +13,17 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from captum_ssm.attr.flow.activations import Activations, BlockStream, PropagatedRun
 from captum_ssm.attr.flow.layer_edges import LayerEdges, order_of
 from captum_ssm.attr.flow.stream import BlockNodes, Ways, shared_tensors
 from captum_ssm.capture import FrozenCall
-from captum_ssm.graph.points import Point
+from captum_ssm.graph.points import Point, passing
 from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.relevance_rules import ruled
 from captum_ssm.operators.composed import sum_of
@@ -254,10 +253,11 @@ class _Pull:
         """
         with ExitStack() as stack:
             for one in self.inside:
-                stack.callback(_hooked(one.x, one.weighted(weights)).remove)
+                instead = partial(_instead, one.weighted(weights))
+                stack.enter_context(passing(get_gradient_edge(one.x), instead))
             # What a block was given may be made of a tensor that it is given, too.
             for x in (*self.scans, *(x for x in self.given if x.grad_fn is not None)):
-                stack.callback(_hooked(x, None).remove)
+                stack.enter_context(passing(get_gradient_edge(x), partial(_instead, None)))
             found = torch.autograd.grad(
                 [one.x for one in (*self.roots, *self.inside)],
                 [*self.given, *(one.x for one in self.outs)],
@@ -284,14 +284,8 @@ def earlier(x: Tensor, offset: int) -> Tensor:
     return found
 
 
-def _hooked(x: Tensor, gradient: Tensor | None) -> RemovableHandle:
-    # The gradient that goes on from a tensor, or none, is not the one that arrives there.
-    edge = get_gradient_edge(x)
-
-    def instead(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(gradient if n == edge.output_nr else g for n, g in enumerate(gradients))
-
-    return edge.node.register_prehook(instead)
+def _instead(gradient: Tensor | None, _: Tensor | None) -> Tensor | None:
+    return gradient
 
 
 def _composed(outer: Tensor | None, inner: Tensor | None) -> Tensor | None:
