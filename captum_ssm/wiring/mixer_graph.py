@@ -125,7 +125,8 @@ class MixerGraph:
     def _refuse_lost(self) -> None:
         lost = [i for i in range(self.end) if not self.direct[i]]
         if lost and any(i < 0 for one in self.direct.values() for i in one):
-            calls = f"call {lost[0] + 1} of the {self.end} calls of mixers"
+            tokens, first = (tuple(self.exits[i].shape[:-1]) for i in (lost[0], 0))
+            calls = f"{tokens} in call {lost[0] + 1} of {self.end}, {first} in the first"
             raise UnsupportedModelError(
                 f"{self.name(lost[0])} is given tokens that do not come from the input ({calls}), "
                 "but from constants (a learned sequence, zeros, as in the branch without a "
