@@ -31,11 +31,7 @@ from captum_ssm.attr.flow.features import (
     features_of,
 )
 from captum_ssm.attr.flow.graph import FlowGraph
-from captum_ssm.attr.flow.layer_edges import (
-    LayerEdges,
-    layer_edges,
-    mean_of,
-)
+from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of, streams_of
 from captum_ssm.attr.flow.ways import with_ways
 from captum_ssm.attr.mamba_lrp import MambaLRP, of_inputs

@@ -12,6 +12,6 @@ that graph and knows nothing of mixers.
 
 The files, in the order to read them: ``points`` (points, their gradients, the graph between them),
 ``kinds``, ``in_place`` (operations on views, whose nodes autograd hides), ``node_rules`` and
-``relevance_rules``, ``token_weights``, ``factors``. Beside these, ``reachability`` and ``readers``
+``relevance_rules``, ``token_weights``, ``factors``. In addition, ``reachability`` and ``readers``
 tell what depends on what by no or few backward passes, which ``fast_products`` makes cheap.
 """

@@ -188,7 +188,7 @@ class TokenMaps:
         if local is None:
             raise UnsupportedModelError(
                 f"between {graph.name(j)} and {graph.name(i)} tokens are chosen, in each example "
-                "of the batch in a way of its own (as by a router, or beside texts of constants, "
+                "of the batch in a way of its own (as by a router, or together with constants, "
                 "as in classifier-free guidance), and maps through the layers are of all examples "
                 "at once; explain one example at a time."
             )

@@ -14,7 +14,7 @@ L, E, TARGET = 9, 16, 3
 
 
 class Blocks(Residual):
-    """Three mixers, each behind a norm, and what comes after them."""
+    """Three mixers, each after a norm, and what comes after them."""
 
     def __init__(self) -> None:
         super().__init__(3)

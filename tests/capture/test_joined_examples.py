@@ -235,7 +235,7 @@ def test_an_encoder_and_a_decoder_side_by_side():
     "mode", [lambda: torch.autograd.set_detect_anomaly(True), torch.inference_mode]
 )
 def test_modes_of_the_caller(mode):
-    """What is no number, by which the library asks who reads a token, is no anomaly."""
+    """NaN, by which the library asks who reads a token, is not an anomaly."""
     model, x = Two().eval(), noise(1, L, E)
     methods = (MambaRollout, MambaAttribution, LaTIM, MambaLRP)
     expected = [method(model).attribute(x, target=1) for method in methods]

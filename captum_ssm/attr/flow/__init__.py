@@ -8,7 +8,7 @@ in which what arrives at a node is what leaves it.
 The files, in the order to read them: ``edge`` (one edge), ``activations`` (a run that keeps what is
 inside of the mixers), ``layer_edges`` (the edges of one mixer, an operator), ``edges`` (those of
 all), ``stream`` (the nodes), ``ways`` (what reaches a node by no edge), ``graph`` (all of it, as it
-is drawn; ``build`` puts it together), and ``paths``. Beside these, ``direct`` and ``components``
+is drawn; ``build`` puts it together), and ``paths``. In addition, ``direct`` and ``components``
 say what each part of a model writes for the answer by itself, and ``features`` what the latents of
 a sparse autoencoder do.
 """

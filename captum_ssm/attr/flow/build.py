@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
     residual, constant, shifts = _of_blocks(edges, out)
     passing = nodes[1:] - out
     stays = passing + own + skip + gate
-    arrived = constant + sum(x - earlier(x, -o) for o, x in shifts.items())
+    arrived = _arrived(constant, shifts)
     chosen, total = _chosen(steps, rankings, nodes, example, share)
     return FlowGraph(
         layers=[_layer(step) for step in steps],
@@ -114,22 +114,22 @@ def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tens
 
 
 def _measured(edges: RelevanceEdges) -> dict[int, Tensor]:
-    # By stage, (B, L): the stream's relevance there, and what later blocks read beside it.
+    # By stage, (B, L): the stream's relevance there, and what later blocks read of shared tensors.
     first = {step[0]: s for s, step in enumerate(edges.steps)}
     last = {k: s for s, step in enumerate(edges.steps) for k in step}
     blocks = [block for block in edges.blocks if len(block.mixers)]
 
-    def beside(start: int, here: int) -> Tensor | float:
+    def read_later(start: int, here: int) -> Tensor | float:
         ways = (block.ways for block in edges.blocks if block.index >= start)
-        return sum(one.beside for one in ways if one and here not in one.made_of)
+        return sum(one.shared for one in ways if one and here not in one.made_of)
 
     known: dict[int, Tensor] = {}
     for block in blocks:
-        after = block.after + beside(block.index + 1, block.index)
+        after = block.after + read_later(block.index + 1, block.index)
         known.setdefault(last[block.mixers[-1]] + 1, after)
     for block in blocks:
         if block.mixers[0] in first:
-            known[first[block.mixers[0]]] = block.before + beside(block.index, block.index)
+            known[first[block.mixers[0]]] = block.before + read_later(block.index, block.index)
     return known
 
 
@@ -137,13 +137,18 @@ def _upwards(edges: RelevanceEdges, first: Tensor, books: Sequence[Tensor]) -> T
     # What is carried on at each token, by whichever tensor: from the first stage on, as the books
     # say. At last it is where the score reads it.
     _, constant, shifts = _of_blocks(edges, torch.stack([*books]))
-    arrived = constant + sum(x - earlier(x, -o) for o, x in shifts.items())
+    arrived = _arrived(constant, shifts)
     nodes = [first]
     for s, book in enumerate(books):
         nodes.append(nodes[-1] + arrived[s] - book)
     is_read = nodes[-1].abs() > _READ * nodes[-1].abs().amax()
     nodes[-1] = torch.where(is_read, nodes[-1], 0)
     return torch.stack(nodes)
+
+
+def _arrived(constant: Tensor, shifts: Mapping[int, Tensor]) -> Tensor:
+    # What a token's edges begin with and its node does not hold.
+    return constant + sum(x - earlier(x, -o) for o, x in shifts.items())
 
 
 def _of_blocks(edges: RelevanceEdges, like: Tensor) -> tuple[Tensor, Tensor, dict[int, Tensor]]:

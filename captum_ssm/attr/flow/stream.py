@@ -35,14 +35,14 @@ class Ways:
             that are not its tokens, such as a condition.
         shifts (dict of int to Tensor): by offset o, ``(B, L)``, what token t is given by token
             t - o outside of the mixers' scans.
-        beside (Tensor): ``(B, L)``, what the block reads of tensors that other blocks are given
+        shared (Tensor): ``(B, L)``, what the block reads of tensors that other blocks are given
             too, such as the embeddings once more.
         made_of (frozenset of int): the blocks whose ``before`` these tensors were made of.
     """
 
     constant: Tensor
     shifts: dict[int, Tensor]
-    beside: Tensor
+    shared: Tensor
     made_of: frozenset[int]
 
 

@@ -1,4 +1,4 @@
-"""What reaches the input of a block by no edge: biases, shifts between tokens, tensors beside.
+"""What reaches the input of a block by no edge: biases, shifts between tokens, shared tensors.
 
 The edges of a block's mixers, what stays, and what the gates take is relevance that is to be found
 at what the block was given. One backward pass from all of these at once reads how much of it is.
@@ -21,11 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from captum_ssm.attr.flow.activations import Activations, BlockStream, PropagatedRun
 from captum_ssm.attr.flow.layer_edges import LayerEdges, order_of
-from captum_ssm.attr.flow.stream import BlockNodes, Ways, shared_tensors
+from captum_ssm.attr.flow.stream import BlockNodes, Ways, shared_tensors, total_of
 from captum_ssm.capture import FrozenCall
 from captum_ssm.graph.points import Point, passing
 from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.relevance_rules import ruled
+from captum_ssm.mixers.call import random_signs
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.blocks import contextmanager
 
@@ -34,7 +35,7 @@ from captum_ssm.utils.blocks import contextmanager
 _BALANCED, _ROUNDINGS = 1e-5, 4
 # How far before and after a token those lie that it is mixed with outside of the scans: none, the
 # one before by a token shift, those of a convolution of four tokens, of one around it, or a wider.
-_REACHES = ((0, 0), (1, 0), (3, 0), (3, 3), (7, 7))
+_DISTANCES = ((0, 0), (1, 0), (3, 0), (3, 3), (7, 7))
 
 
 def with_ways(
@@ -78,12 +79,11 @@ class _Sink:
 
     def total(self, g: Tensor | None, like: Tensor) -> Tensor:
         """The relevance of each token, ``(B, L)``, with other coefficients."""
-        if g is None:
-            return torch.zeros(len(self.x), len(like), device=like.device)
-        products = g.float() * self.x.detach().float()
-        rows = products.reshape(len(g), len(like), -1).sum(-1)
-        rows = rows if self.order is None else rows[:, torch.argsort(self.order).to(rows.device)]
-        return rows.to(like.device)
+        x = self.x.reshape(len(self.x), len(like), -1)
+        rows = total_of(None if g is None else g.reshape(x.shape), x, like.device)
+        if rows is None:
+            return torch.zeros(*x.shape[:2], device=like.device)
+        return rows if self.order is None else rows[:, torch.argsort(self.order).to(rows.device)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Mixer:
     def starts(self) -> list[_Sink] | None:
         """Where its edges start.
 
-        None where the graph does not hold these: behind the convolution of a mixer that was
+        None where the graph does not hold these: after the convolution of a mixer that was
         measured, or where a token shift gives more than its edges say.
         """
         is_hidden, mixer = self.edges.formulation == "hidden", self.kept.mixer
@@ -163,32 +163,29 @@ class _Block:
         if any(one is None for one in starts):
             return None
         pull = _Pull.of(self, given, [start for one in starts for start in one or []])
-        L, device = self.sunk.shape[1], self.sunk.device
-        # Without a draw from the user's generator.
-        random = torch.randint(2, (L,), generator=torch.Generator().manual_seed(L))
-        signs = (2.0 * random - 1).to(device)
         with torch.enable_grad(), pull.ruled():
-            whole = pull.of_tokens(torch.ones(L, device=device))
-            moved = self._moved(pull, whole.sum(0), signs)
+            whole = pull.of_tokens(torch.ones_like(self.sunk[0]))
+            moved = self._moved(pull, whole.sum(0))
         if moved is None:
             return None
-        beside = [k for k, x in enumerate(given) if id(x) in shared]
+        of_others = [k for k, x in enumerate(given) if id(x) in shared]
         constant = self.sunk - sum(moved.values())
         del moved[0]
         return Ways(
             constant,
             moved,
-            whole[beside].sum(0),
-            _made_of([given[k] for k in beside], streams, shared),
+            whole[of_others].sum(0),
+            _made_of([given[k] for k in of_others], streams, shared),
         )
 
-    def _moved(self, pull: _Pull, whole: Tensor, signs: Tensor) -> dict[int, Tensor] | None:
+    def _moved(self, pull: _Pull, whole: Tensor) -> dict[int, Tensor] | None:
         # By offset, what each token's sinks find at the token so far before it, (B, L); None where
-        # no reach explains what they find with a random sign for each token.
+        # no distance explains what they find with a random sign for each token.
+        signs = random_signs(self.sunk[0])
         mixed = pull.of_tokens(signs).sum(0)
         best, least = None, math.inf
-        for back, ahead in _REACHES:
-            moved = {0: whole} if back == ahead == 0 else self._within(pull, back, ahead)
+        for before, after in _DISTANCES:
+            moved = {0: whole} if before == after == 0 else self._within(pull, before, after)
             told = sum(earlier(signs * part, -o) for o, part in moved.items())
             error = float((told - mixed).abs().amax())
             if least <= self.tolerances[1] and error > least / 2:
@@ -199,10 +196,10 @@ class _Block:
                 break
         return best if least <= self.tolerances[1] else None
 
-    def _within(self, pull: _Pull, back: int, ahead: int) -> dict[int, Tensor]:
+    def _within(self, pull: _Pull, before: int, after: int) -> dict[int, Tensor]:
         # As if no token was mixed with others farther away: one pass for each distance.
         t = torch.arange(self.sunk.shape[1], device=self.sunk.device)
-        count, offsets = back + ahead + 1, range(-ahead, back + 1)
+        count, offsets = before + after + 1, range(-after, before + 1)
         moved = {o: torch.zeros_like(self.sunk) for o in offsets}
         for color in range(count):
             is_pulled = t % count == color
@@ -233,8 +230,9 @@ class _Pull:
         ]
         scans = [y for one in block.mixers for y in one.kept.mixed if y.requires_grad]
         # What is read where it is given ends there.
-        at_ends = [one for one in starts if any(one.x is x for x in given)]
-        inside = [one for one in starts if not any(one is other for other in at_ends)]
+        ends = {id(x) for x in given}
+        at_ends = [one for one in starts if id(one.x) in ends]
+        inside = [one for one in starts if id(one.x) not in ends]
         return cls([*after, *at_ends], [*outs, *inside], outs, scans, given)
 
     @contextmanager

@@ -177,7 +177,7 @@ def _stream_after(
     group: Sequence[FrozenCall], norms: Sequence[MixerCall], before: Tensor, following: Tensor
 ) -> Tensor:
     # The stream straight after a layer's mixers: what the next norm is given, as that of an MLP. A
-    # norm of a branch beside the mixer is given the stream before it.
+    # norm of a parallel branch is given the stream before it.
     last = max(layer.call.order for layer in group)
     later = (first_input(call) for call in norms if call.order > last)
     alike = (x for x in later if x.shape == before.shape and not torch.equal(x, before))
