@@ -40,7 +40,7 @@ def numbers(value: Any) -> Iterator[Tensor]:
 
 
 def assert_same(found: Any, truth: Any, tolerance: float = 1e-3) -> None:
-    """The same numbers, within ``tolerance`` of the largest entry of each tensor, or of 0.1."""
+    """Check that numbers agree, by ``tolerance`` of each tensor's largest entry, or of 0.1."""
     found, truth = [*numbers(found)], [*numbers(truth)]
     assert truth
     assert [x.shape for x in found] == [x.shape for x in truth]

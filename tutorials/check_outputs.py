@@ -110,7 +110,7 @@ def page_lines(page: str) -> list[str]:
 
 
 def unpacked(part: dict[str, Any]) -> Any:
-    """Of packed rows, each one's largest magnitude and its values as shares of that."""
+    """Packed rows as text: the largest magnitude of each, and its values as shares of that."""
     if "scale" not in part:
         return part
     steps = np.frombuffer(zlib.decompress(base64.b64decode(part["data"])), "<i2")

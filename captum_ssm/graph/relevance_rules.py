@@ -60,7 +60,7 @@ def _where_reached(rule: Rule) -> Rule:
     )
 
 
-class _Visit(NamedTuple):
+class _NodeVisit(NamedTuple):
     # A node, the inputs by which relevance goes on to a start, and which of them are gates: factors
     # of a product that count as coefficients.
     node: Node
@@ -96,9 +96,9 @@ def carrying_before(end: Node, starts: Collection[Node]) -> dict[Node, bool]:
 
 def _carrying(
     ends: Sequence[Node], starts: Collection[Node], stops: Collection[Node] = ()
-) -> tuple[list[_Visit], dict[Node, bool]]:
+) -> tuple[list[_NodeVisit], dict[Node, bool]]:
     # The nodes between, after their inputs.
-    visits: list[_Visit] = []
+    visits: list[_NodeVisit] = []
     carries: dict[Node, bool] = dict.fromkeys(stops, False) | dict.fromkeys(starts, True)
     stack = list(ends)
     while stack:
@@ -113,7 +113,7 @@ def _carrying(
         else:
             carrying = {i for i, child in followed.items() if carries[child]}
             carries[node] = bool(carrying)
-            visits.append(_Visit(node, carrying, _gates(node, carrying, children)))
+            visits.append(_NodeVisit(node, carrying, _gates(node, carrying, children)))
     if any(visit.gates for visit in visits):
         _leave_out(visits, ends, carries)
     return visits, carries
@@ -125,7 +125,9 @@ def _gates(node: Node, carrying: set[int], inputs: Sequence[Node]) -> set[int]:
     return gates if len(gates) < len(factors) else set()
 
 
-def _leave_out(visits: Sequence[_Visit], ends: Sequence[Node], carries: dict[Node, bool]) -> None:
+def _leave_out(
+    visits: Sequence[_NodeVisit], ends: Sequence[Node], carries: dict[Node, bool]
+) -> None:
     # No relevance goes on from nodes that only gates are computed by.
     reached = set(ends)
     for visit in reversed(visits):  # each before its inputs
@@ -139,7 +141,7 @@ def _leave_out(visits: Sequence[_Visit], ends: Sequence[Node], carries: dict[Nod
 def goes_through_activation(end: Node, start: Node) -> bool:
     """Whether an activation, or a product of two signals, as in an MLP, lies between two nodes."""
 
-    def bends(visit: _Visit) -> bool:
+    def bends(visit: _NodeVisit) -> bool:
         kind = kind_of(visit.node)
         if kind in PRODUCTS:
             return visit.carrying.issuperset(PRODUCTS[kind])

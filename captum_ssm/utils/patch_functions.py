@@ -21,12 +21,12 @@ from captum_ssm.utils.signatures import signature
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _Thread(threading.local):
+class _BodiesOfThread(threading.local):
     def __init__(self) -> None:
         self.bodies: dict[FunctionType, Body] = {}
 
 
-_THIS = _Thread()
+_THIS = _BodiesOfThread()
 _LOCK = threading.Lock()
 _EXCHANGED: dict[FunctionType, _Exchange] = {}
 

@@ -150,7 +150,7 @@ class Workspace final : public c10::Allocator {
     return data;
   }
 
-  // Of every tensor whose memory came from here, at any time and on any thread.
+  // Called for every tensor whose memory came from here, at any time and on any thread.
   static void give_back(void* data) {
     Workspace& self = get();
     const std::lock_guard<std::mutex> lock(self.mutex_);

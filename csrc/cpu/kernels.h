@@ -128,7 +128,7 @@ struct Kernels {
   void (*map_distances)(const T* maps, const T* values, const T* outputs, int64_t number,
                         int64_t count, int64_t width, T* out, int64_t step, T* scratch);
 
-  // Of at most weighted_rows_together rows; the elements of scratch for D channels of M maps.
+  // Takes at most weighted_rows_together rows; scratch holds so many elements for D channels of M maps.
   int64_t (*weighted_scratch)(int64_t D, int64_t M);
   void (*weighted_rows)(const WeightedRows<T>&, T* scratch);
   int64_t weighted_rows_together;

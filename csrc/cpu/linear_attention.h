@@ -117,7 +117,7 @@ NOINLINE void run_narrow(const HeadsRun<T>& r, T* decays) {
         store(decays + h, decay_minus_one<T>(load(decays + h)));
     }
     for (int64_t h = r.h0; h < r.h1; ++h) {
-      // The same head of the next token: backwards the hardware does not foresee it.
+      // Fetches this head of the next token: backwards the hardware does not foresee it.
       const int64_t next = backward ? larger(t - 1, 0) : smaller(t + 1, m.L - 1);
       for (int64_t n = 0; n < m.N; n += 64 / int64_t(sizeof(T))) {
         __builtin_prefetch(m.query.at(next, h) + n, 0, 2);

@@ -72,7 +72,7 @@ INLINE void multiply_tile(Left<T> a, const T* b, int64_t b_row, int64_t begin, i
 // The entries of A that are not zero: all, those with k <= m, those with k >= m.
 enum class Entries { all, lower, upper };
 
-// The same for all rows of V vectors of columns.
+// Multiplies all rows of V vectors of columns, tile by tile.
 template <int V, class T>
 NOINLINE void multiply_panel(Foreseen& next, int64_t rows, int64_t count, Left<T> a,
                              Entries entries, const T* b, int64_t b_row, const T* start, T m, T* to,

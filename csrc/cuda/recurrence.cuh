@@ -23,7 +23,7 @@ constexpr double kHugeStep = 1e30;
 
 template <class T>
 struct Maps {
-  // Of the whole batch, as in captum_ssm/kernels/; columns is of the mean alone.
+  // Tensors of the whole batch, as in captum_ssm/kernels/; only the mean has columns.
   const T *dt, *right, *A, *B, *C, *left, *conv, *columns;
   int64_t batch, L, D, N, G, K;
 

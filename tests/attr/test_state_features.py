@@ -76,7 +76,7 @@ def test_it_is_the_state_times_its_gradient_in_a_loop_with_constant_coefficients
     torch.testing.assert_close(found.relevance, expected.flatten(2), **close(expected, 1e-6))
     assert found.rest.abs().max() <= 1e-6 * found.total.abs().max()
 
-    # Of some directions, which others write.
+    # The features may be of some directions only, and written by others.
     read, written = (random(3, *state.shape[2:], seed=k).to(state) for k in (1, 2))
     some = Readout(model, path, read, bias=torch.ones(3), decoder=written, side="state")
     part = RelevanceFlow(explained).features(ids(2, L), (5, 0), readout=some)
@@ -152,7 +152,7 @@ def test_features_of_a_state_are_removed_and_made_larger(family, scale, features
 @pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 has another cache in every family")
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next"])
 def test_what_is_removed_is_what_a_changed_cache_leaves_out(family):
-    """Of the last mixer: the model itself goes on from a state that was changed in its cache."""
+    """The last mixer: the model itself goes on from a state that was changed in its cache."""
     model, tokens, t = build(family), ids(1, L), 3
     path, state = list(states(model, tokens, positions=t).items())[-1]
     layer = [name for name, _ in find_mixers(model)].index(path)

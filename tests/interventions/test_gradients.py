@@ -35,7 +35,7 @@ class Wrapped(nn.Module):
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """The same model, whose output projections are wrapped."""
+    """The model again, with its output projections wrapped."""
     for module in list(model.modules()):
         for name in ("out_proj", "o_proj"):
             layer = getattr(module, name, None)

@@ -1,4 +1,4 @@
-"""The same function, written in another way: the same relevance, or an error in words."""
+"""One function, written in two ways: equal relevance, or an error in words."""
 
 import pytest
 import torch

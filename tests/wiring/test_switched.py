@@ -140,7 +140,7 @@ def test_what_is_done_with_long_texts_alone_is_measured(name, method):
         h = x if x.is_floating_point() else m.table(x)
         return h + m.a(h)
 
-    # Of other inputs than a text all tokens are looked at.
+    # All tokens of other inputs than a text are looked at.
     x = model.table(ids).detach()
     series = with_forward(lambda m, x: plain(x))
     series.plain = plain

@@ -118,7 +118,7 @@ def check_decoder(readout: Readout) -> Tensor:
     return readout.decoder
 
 
-class _Parts(NamedTuple):
+class _FeatureParts(NamedTuple):
     # Values of features and the coefficients at what they write, (B, L, F), and the relevance
     # (B, L) of all that they are features of.
     values: Tensor
@@ -151,15 +151,17 @@ def features_of(
     return FeatureRelevance(relevance, rest, found.values, names, score.detach())
 
 
-def _of_stream(run: PropagatedRun, stand_ins: ActivationStandIns, readout: Readout) -> _Parts:
+def _of_stream(
+    run: PropagatedRun, stand_ins: ActivationStandIns, readout: Readout
+) -> _FeatureParts:
     written, read = _streams(stand_ins, readout)
     g = _coefficient(run, written, f"what {readout.layer} returns")
     total = (g * written.detach().to(g)).sum(-1)
     values = readout.encode(read.detach()).to(g)
-    return _Parts(values, g @ check_decoder(readout).to(g).T, total)
+    return _FeatureParts(values, g @ check_decoder(readout).to(g).T, total)
 
 
-def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]) -> _Parts:
+def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]) -> _FeatureParts:
     # The recurrence, run backwards, has the coefficient of each of its N states in turn.
     kept = _mixer_of(readout, layers, run)
     mixer, decoder = kept.mixer, check_decoder(readout)
@@ -174,7 +176,7 @@ def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]
         slope = change.rmatvec(g)  # (B, L, D)
         slopes += slope @ atoms.T
         total += (slope * part).sum(-1)
-    return _Parts(values, slopes, total)
+    return _FeatureParts(values, slopes, total)
 
 
 def _coefficient(run: PropagatedRun, x: Tensor, what: str) -> Tensor:

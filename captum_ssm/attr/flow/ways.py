@@ -58,7 +58,7 @@ def with_ways(
     found = []
     for block in blocks:
         inside = [_Mixer(run.kept[k], coefficients[k], layers[k], calls[k]) for k in block.mixers]
-        one = _Block(block, run.streams[block.index], inside, run)
+        one = _BlockOfStream(block, run.streams[block.index], inside, run)
         found.append(replace(block, ways=one.ways(run.streams, shared)) if one.is_off else block)
     return found
 
@@ -122,7 +122,7 @@ class _Mixer:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockOfStream:
     # A block of the run, and what its books are kept from.
     nodes: BlockNodes
     stream: BlockStream
@@ -221,7 +221,7 @@ class _Pull:
     given: list[Tensor]
 
     @classmethod
-    def of(cls, block: _Block, given: list[Tensor], starts: list[_Sink]) -> _Pull:
+    def of(cls, block: _BlockOfStream, given: list[Tensor], starts: list[_Sink]) -> _Pull:
         after = [_Sink(x, g, None) for x, g in block.run.with_coefficients(block.stream.after)]
         outs = [
             _Sink(one.kept.output, g, one.order)

@@ -156,7 +156,7 @@ export class AnswerPicture {
         at += ribbon.width + 1;
       }
     }
-    // Those that go past the reasoning lie below it, the lowest source lowest.
+    // Ribbons that go past the reasoning lie below it, the lowest source lowest.
     past.sort((a, b) => middle(a.source) - middle(b.source)).reduce((at, ribbon) => {
       ribbon.lane = { left: column.left, right: column.right, y: at + ribbon.width / 2 };
       return at + ribbon.width + 1;

@@ -43,7 +43,7 @@ export class Common {
   }
 }
 
-// Of a token that is seen once, no mean can be taken.
+// A token that is seen once is left out: no mean can be taken of it.
 function tokens(examples, { method, values, showsOwn }) {
   const found = new Map();
   for (const example of examples.filter(({ isText }) => isText)) {

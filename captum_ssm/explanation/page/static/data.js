@@ -340,7 +340,7 @@ export class Example {
     return this.outputs[output].answers[answer];
   }
 
-  // Of an output, every answer that can be explained by itself or against another.
+  // Every answer of an output that can be explained by itself or against another.
   picks(output) {
     return range(this.outputs[output].answers.length)
       .map((answer) => ({ output, answer }))

@@ -3,7 +3,7 @@
 export const element = (tag, properties = {}, ...children) =>
   dressed(document.createElement(tag), properties, children);
 
-// The same for the parts of a drawing.
+// Parts of a drawing, made as elements are.
 export const svg = (tag, properties = {}, ...children) =>
   dressed(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
 

@@ -456,7 +456,7 @@ class MapViewer {
   }
 }
 
-// Of names of modules, what they do not have in common: "layers.0.mixer" is layer 0.
+// What names of modules do not have in common: "layers.0.mixer" is layer 0.
 function distinct(names) {
   const parts = names.map((name) => name.split("."));
   const isCommon = (place) => parts.every((part) => part.at(place) === parts[0].at(place));

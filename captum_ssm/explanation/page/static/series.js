@@ -153,7 +153,7 @@ export class SeriesPanel {
     }
   }
 
-  // Of the steps that one column shows, the part with the largest relevance; -1 if none is shown.
+  // The part with the largest relevance of the steps that one column shows; -1 if none is shown.
   #strongest(feature, column, columns) {
     const { unit, panel: { relevance }, example: { size: [steps, features] } } = this;
     let found = -1;
