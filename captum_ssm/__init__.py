@@ -122,7 +122,9 @@ _MODULES = {
 
 # Folders that had another name in 0.1.0.
 _RENAMED = {
+    "_cli": "cli",
     "generation": "explanation.make.answers.captum_llm",
+    "ops": "kernels",
     "page": "explanation.page",
     "scans": "discovery.scans",
 }

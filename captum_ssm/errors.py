@@ -1,4 +1,12 @@
-"""The errors this library raises, each saying what was given, what was expected and what to do."""
+"""The errors this library raises, each saying what was given, what was expected and what to do.
+
+Names of an earlier release raise an ``AttributeError`` that has the new one: :func:`renamed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 __all__ = ["InputError", "ReconstructionError", "TargetError", "UnsupportedModelError"]
 
@@ -62,3 +70,26 @@ class TargetError(ValueError, AssertionError):
         ...     print(str(error).split(":")[0])
         target is [1000000], outside the vocabulary
     """
+
+
+def renamed(module: str | None = None, /, **names: str) -> Callable[..., NoReturn]:
+    """A ``__getattr__`` for a module or a class: old names raise an error that has the new one.
+
+    Type checkers should not see it, as to them any name would exist then.
+
+    Args:
+        module (str, optional): the module's name, for a module. Default: None, for a class
+        names (str): for each old name the new one, of this module or class; with its address where
+            it is another's.
+    """
+
+    def missing(*of: Any) -> NoReturn:
+        owner, name = module or type(of[0]).__name__, of[-1]
+        short = owner.removeprefix("captum_ssm.")
+        if name in names:
+            new = names[name] if "." in names[name] else f"{short}.{names[name]}"
+            raise AttributeError(f"{short}.{name} is now {new}.", name=name)
+        kind = f"module {owner!r}" if module else f"{owner!r} object"
+        raise AttributeError(f"{kind} has no attribute {name!r}", name=name)
+
+    return missing

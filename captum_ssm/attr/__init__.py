@@ -6,6 +6,8 @@ with ``relevance_stand_ins`` and ``norms`` in the place of modules, in ``segment
 ``to_inputs`` gives tokens' relevance the shape of the inputs.
 """
 
+from typing import TYPE_CHECKING
+
 from captum_ssm.attr.base import TokenAttribution, methods
 from captum_ssm.attr.flow.components import Components
 from captum_ssm.attr.flow.edge import Edge
@@ -23,6 +25,7 @@ from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.attr.rollout import MambaRollout
 from captum_ssm.attr.unified import UnifiedImplicitAttention
 from captum_ssm.capture.span_target import SpanTarget
+from captum_ssm.errors import renamed
 
 __all__ = [
     "Components",
@@ -46,3 +49,6 @@ __all__ = [
     "UnifiedImplicitAttention",
     "methods",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__, MapOptions="MapChoices")

@@ -6,11 +6,11 @@ import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from captum_ssm.utils.renamed import renamed
+from captum_ssm.errors import renamed
 from captum_ssm.utils.tables import html_table
 
 
@@ -56,7 +56,8 @@ class MixerSupport:
     problem: str | None = None
     neighbor_share: float = 0.0
 
-    __getattr__ = renamed(exchanged="neighbor_share", stage="step")
+    if not TYPE_CHECKING:
+        __getattr__ = renamed(exchanged="neighbor_share", stage="step")
 
     @property
     def finding(self) -> str:

@@ -27,6 +27,9 @@ that tensor's dtype, and has no gradient; :func:`map_distances` and :func:`weigh
 the one dtype of their arguments, and have none either.
 """
 
+from typing import TYPE_CHECKING
+
+from captum_ssm.errors import renamed
 from captum_ssm.kernels import channel_mean, diagonal_backward, linear_attention_backward  # noqa: F401
 from captum_ssm.kernels.diagonal import (
     DiagonalCoefficients,
@@ -71,3 +74,14 @@ __all__ = [
     "tap_rows",
     "weighted_rows",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(
+        __name__,
+        diagonal_vecmat="diagonal_rmatvec",
+        linear_mean="linear_attention_mean",
+        linear_rows="linear_attention_rows",
+        linear_scan="linear_attention_scan",
+        linear_vecmat="linear_attention_rmatvec",
+        naive_linear_matrix="naive_linear_attention_matrix",
+    )

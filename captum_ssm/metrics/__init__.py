@@ -1,5 +1,8 @@
 """Metrics: which explanation to trust."""
 
+from typing import TYPE_CHECKING
+
+from captum_ssm.errors import renamed
 from captum_ssm.metrics.agreement import Agreement, knockout_agreement
 from captum_ssm.metrics.alignment import (
     alignment_error_rate,
@@ -62,3 +65,6 @@ __all__ = [
     "segmentation",
     "token_similarity",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__, Estimate="Interval")

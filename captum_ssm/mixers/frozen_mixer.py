@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError, renamed
 from captum_ssm.mixers.components import PAPER_COMPONENTS, check_components
 from captum_ssm.mixers.parts import ImageConv, ShortConv
 from captum_ssm.operators import TokenOperator, continued
 from captum_ssm.operators.composed import product, sum_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached
-from captum_ssm.utils.renamed import renamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +109,8 @@ class FrozenMixer:
     rounding: float = 1.0
     state: Tensor | None = None
 
-    __getattr__ = renamed(exchanged="neighbor_share")
+    if not TYPE_CHECKING:
+        __getattr__ = renamed(centred="centered", exchanged="neighbor_share")
 
     @cached_property
     def convolved(self) -> Tensor:

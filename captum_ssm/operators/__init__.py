@@ -1,5 +1,8 @@
 """Frozen token mixers as linear operators over tokens, one kind of recurrence per file."""
 
+from typing import TYPE_CHECKING
+
+from captum_ssm.errors import renamed
 from captum_ssm.operators.base import REDUCTIONS, TokenOperator
 from captum_ssm.operators.composed import (
     ConvolvedOperator,
@@ -45,8 +48,13 @@ __all__ = [
     "WeightsOperator",
 ]
 
-
-def __getattr__(name: str) -> None:
-    if name == "PlacedOperator":
-        raise AttributeError("operators.PlacedOperator is now operators.PackedOperator.", name=name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+if not TYPE_CHECKING:
+    __getattr__ = renamed(
+        __name__,
+        BandOperator="SkipOperator",
+        ChainOperator="TokenOperator.scaled and .convolved",
+        ComposedOperator="ScaledOperator",
+        PlacedOperator="PackedOperator",
+        WindowedOperator="PermutedOperator",
+        band="operators.composed",
+    )

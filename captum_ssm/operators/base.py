@@ -10,10 +10,12 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from captum_ssm.errors import renamed
 from captum_ssm.operators.top import TopEntries, top_entries
 from captum_ssm.utils.memory import tile_entries
 from captum_ssm.utils.nested import detached
@@ -58,6 +60,14 @@ class TokenOperator(ABC):
         >>> there, back = (w * operator.matvec(v)).sum(), (operator.rmatvec(w) * v).sum()
         >>> torch.testing.assert_close(there, back)  # rmatvec is the adjoint of matvec
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = renamed(
+            apply="matvec",
+            naive_matrix="kernels.naive_diagonal_matrix or naive_linear_attention_matrix",
+            place="position",
+            vecmat="rmatvec",
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

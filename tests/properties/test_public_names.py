@@ -3,10 +3,12 @@
 import ast
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,8 +22,10 @@ from torch import nn
 
 import captum_ssm
 from captum_ssm import (
+    FrozenMixer,
     MambaAttribution,
     MambaRollout,
+    MixerSupport,
     RawAttention,
     ReconstructionError,
     UnsupportedModelError,
@@ -30,6 +34,7 @@ from captum_ssm import (
 )
 from captum_ssm.capture import Request, freeze
 from captum_ssm.mixers import find_adapter, registered
+from captum_ssm.operators import PermutedOperator
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 NAMES = (
@@ -56,8 +61,6 @@ def test_names_are_imported_when_they_are_used_and_no_others():
     assert captum_ssm.metrics is sys.modules["captum_ssm.metrics"]
     with pytest.raises(AttributeError, match="module 'captum_ssm' has no attribute 'nothing'"):
         captum_ssm.nothing  # noqa: B018
-    with pytest.raises(AttributeError, match=r"captum_ssm.scans is now captum_ssm.discovery.scans"):
-        captum_ssm.scans  # noqa: B018
     # Type checkers read the names that are imported for them.
     tree = ast.parse(Path(captum_ssm.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
@@ -68,6 +71,59 @@ def test_names_are_imported_when_they_are_used_and_no_others():
         module, _, own = captum_ssm.__getattr__(name).__module__.rpartition(".")
         assert f"{module}.{own}".startswith("captum_ssm.")
     assert pickle.loads(pickle.dumps(MambaRollout)) is MambaRollout
+
+
+OLD_NAMES = {  # CHANGELOG.md has them in a table
+    "captum_ssm": {
+        **{"_cli": "captum_ssm.cli", "ops": "captum_ssm.kernels"},
+        **{"page": "captum_ssm.explanation.page", "scans": "captum_ssm.discovery.scans"},
+        "generation": "captum_ssm.explanation.make.answers.captum_llm",
+    },
+    "captum_ssm.attr": {"MapOptions": "attr.MapChoices"},
+    "captum_ssm.kernels": {
+        "diagonal_vecmat": "kernels.diagonal_rmatvec",
+        "naive_linear_matrix": "kernels.naive_linear_attention_matrix",
+        "linear_vecmat": "kernels.linear_attention_rmatvec",
+        **{
+            f"linear_{name}": f"kernels.linear_attention_{name}"
+            for name in ("mean", "rows", "scan")
+        },
+    },
+    "captum_ssm.metrics": {"Estimate": "metrics.Interval"},
+    "captum_ssm.operators": {
+        "BandOperator": "operators.SkipOperator",
+        "ChainOperator": "TokenOperator.scaled and .convolved",
+        "ComposedOperator": "operators.ScaledOperator",
+        "PlacedOperator": "operators.PackedOperator",
+        "WindowedOperator": "operators.PermutedOperator",
+        "band": "operators.composed",
+    },
+}
+OLD_ATTRIBUTES = {
+    FrozenMixer: {"centred": "centered", "exchanged": "neighbor_share"},
+    MixerSupport: {"exchanged": "neighbor_share", "stage": "step"},
+    PermutedOperator: {"apply": "matvec", "vecmat": "rmatvec", "place": "position"},
+}
+
+
+@pytest.mark.parametrize(("module", "old"), [(m, old) for m in OLD_NAMES for old in OLD_NAMES[m]])
+def test_an_old_name_raises_an_error_with_the_new_one(module, old):
+    new = OLD_NAMES[module][old]
+    with pytest.raises(AttributeError, match=rf"\.{old} is now {re.escape(new)}\.$"):
+        getattr(import_module(module), old)
+
+
+@pytest.mark.parametrize("kind", OLD_ATTRIBUTES)
+def test_an_old_attribute_raises_an_error_with_the_new_one(kind):
+    value = kind.__new__(kind)
+    for old, new in OLD_ATTRIBUTES[kind].items():
+        with pytest.raises(
+            AttributeError, match=f"{kind.__name__}.{old} is now {kind.__name__}.{new}"
+        ):
+            getattr(value, old)
+        assert hasattr(kind, new) or new in kind.__dataclass_fields__
+    with pytest.raises(AttributeError, match=f"'{kind.__name__}' object has no attribute 'x'"):
+        value.x  # noqa: B018
 
 
 def test_the_version_is_the_installed_one():

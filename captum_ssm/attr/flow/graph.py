@@ -6,14 +6,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.paths import Path, Steps, likeliest_paths
-from captum_ssm.errors import InputError
-from captum_ssm.utils.renamed import renamed
+from captum_ssm.errors import InputError, renamed
 
 FORMAT = "captum_ssm.flow/1"
 
@@ -113,7 +112,8 @@ class FlowGraph:
     count: int
     facts: dict[str, Any] = field(default_factory=dict)
 
-    __getattr__ = renamed(shift="shifts")
+    if not TYPE_CHECKING:
+        __getattr__ = renamed(shift="shifts")
 
     @property
     def error(self) -> float:
