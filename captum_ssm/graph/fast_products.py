@@ -17,14 +17,19 @@ class RankOneProducts(TorchDispatchMode):
     :math:`a b^\top` between two factors, and what is zero for all matrices of rank one is zero for
     the identity, which is a sum of such. Zeros are lost where a product picks some of the rows that
     it sums over.
+
+    Args:
+        alike (bool, optional): use equal vectors in products with the same matrix, so that what is
+            added after them and subtracted again stays zero. Default: False
     """
 
     # Such as attention that PyTorch compiles.
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, alike: bool = False) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator, self.alike = torch.Generator().manual_seed(0), alike
+        self._vectors: dict[Any, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Values that checkpointing computes once more have to be right.
@@ -32,8 +37,16 @@ class RankOneProducts(TorchDispatchMode):
         if not is_backward or any(type(x) is not Tensor for x in args):
             return func(*args, **(kwargs or {}))
         first, second = args
-        a, b = torch.randn(2, len(second), generator=self.generator).to(first)
+        a, b = self._of(second).to(first)
         return torch.outer(first @ (a / len(second) ** 0.5), b @ second)
+
+    def _of(self, second: Tensor) -> Tensor:
+        if not self.alike:
+            return torch.randn(2, len(second), generator=self.generator)
+        matrix = second.data_ptr(), second.shape, second.stride()
+        if matrix not in self._vectors:
+            self._vectors[matrix] = torch.randn(2, len(second), generator=self.generator)
+        return self._vectors[matrix]
 
 
 class WithoutZeroKernels(TorchDispatchMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -110,7 +111,9 @@ def unread(roots: Sequence[Point], leaves: Mapping[int, Point]) -> list[int]:
 
     generator = torch.Generator().manual_seed(0)
     seeds = [partial(root.noise, generator) for root in roots]
-    visit_gradients(roots, seeds, list(leaves.values()), visit)
+    is_wide = any(point.width >= _WIDE for point in leaves.values())
+    with RankOneProducts(alike=True) if is_wide else nullcontext():
+        visit_gradients(roots, seeds, list(leaves.values()), visit)
     return sorted(dead - alive)
 
 

@@ -20,6 +20,7 @@ from test_output import (
 from torch import nn
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
+from captum_ssm.wiring import mixing_test
 
 
 class Scaled(torch.autograd.Function):
@@ -113,14 +114,18 @@ def test_a_mixer_of_which_some_tokens_are_read_is_refused(forward):
             method(with_forward(forward)).attribute(tokens(), target=1)
 
 
+@pytest.mark.parametrize("wide", [1, 256])  # by products of rank one, or of all
 @pytest.mark.parametrize("share", [0, 1], ids=["multiplied by zero", "subtracted again"])
-def test_a_mixer_that_reaches_nothing_is_said(share):
+def test_a_mixer_that_reaches_nothing_is_said(share, wide, monkeypatch):
+    monkeypatch.setattr(mixing_test, "_WIDE", wide)
+
     def forward(m, x):
         y = m.a(x)
-        h = x + share * y - share * y
+        h = x + share * m.after(y) - share * m.after(y)
         return m.head((h + m.b(h))[:, -1])
 
     model = with_forward(forward)
+    model.after = nn.Linear(E, E).double()
     for method in (*MAPS, LaTIM):
         said = warnings_of_relevance(model, tokens(), method)
         assert any("does not depend on what a returned" in one for one in said)

@@ -466,6 +466,22 @@ def test_products_of_rank_one_keep_the_zeros():
     assert not bool(found[torch.arange(14) != 3].any())
 
 
+def test_products_of_one_matrix_cancel_where_they_are_alike():
+    first, second = (nn.Linear(E, E).double() for _ in range(2))
+    x = tokens().requires_grad_()
+    leaf = Point.of(x)
+    for later, reaches in (
+        (x + first(x).relu() - first(x).relu(), True),
+        (first(x) - nn.functional.linear(x, first.weight), False),
+        (second(first(x)) - second(first(x) + 1), False),
+        (second(first(second(x))) - first(second(second(x))), True),
+    ):
+        root = Point.of(later)
+        with RankOneProducts(alike=True):
+            (gradient,) = gradients([root], [root.noise()], [leaf])
+        assert bool((gradient != 0).all()) == bool((gradient != 0).any()) == reaches
+
+
 class Several(NamedTuple):
     tokens: Tensor
     state: None
