@@ -205,7 +205,10 @@ class LaTIM(TokenAttribution):
         **_: Any,
     ) -> Tensor:
         if norm_order(aggregation, layer) is not None:
-            raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
+            raise ValueError(
+                f"aggregation is {aggregation!r}, and only {LOGIT!r} has a delta; use that one, or "
+                "leave return_convergence_delta out."
+            )
         score = self._decomposition(arguments, layer, grid)
         with self._computing():
             return score.claimed()

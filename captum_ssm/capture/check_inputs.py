@@ -181,7 +181,7 @@ def _check_vocabulary(name: str, ids: Tensor, model: Any) -> None:
     if size is not None and bool(is_placeholder(ids, size).any()):
         raise InputError(
             f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
-            f"has ids 0 .. {size - 1}."
+            f"has ids 0 .. {size - 1}. Use the tokenizer that belongs to the model."
         )
 
 
@@ -301,5 +301,5 @@ def _check_width(model: nn.Module, embeddings: Tensor) -> None:
     if width not in (None, embeddings.shape[-1]):
         raise InputError(
             f"inputs has shape {tuple(embeddings.shape)}, so its embeddings are of width "
-            f"{embeddings.shape[-1]}; those of the model are of width {width}."
+            f"{embeddings.shape[-1]}; expected those of the model, of width {width}."
         )

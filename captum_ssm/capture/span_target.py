@@ -108,7 +108,8 @@ class SpanTarget:
         if bool((rows < 0).any()):
             raise TargetError(
                 f"the model returned logits for its last {n} of {length} tokens, and the span "
-                "holds positions before them."
+                "holds positions before them; expected positions among these. Have the model "
+                "return logits for all tokens."
             )
         tokens = _of_batch(token_ids(self.tokens.to(logits.device), vocabulary), batch)
         example = torch.arange(batch, device=logits.device)[:, None]
@@ -163,5 +164,8 @@ def _integers(span: SpanTarget, name: str) -> Tensor:
 
 def _of_batch(values: Tensor, batch: int) -> Tensor:
     if values.dim() == 2 and len(values) not in (1, batch):
-        raise TargetError(f"the span has {len(values)} rows for a batch of {batch}.")
+        raise TargetError(
+            f"the span has {len(values)} rows for a batch of {batch}; expected one row for each "
+            "example, or one for all."
+        )
     return values.expand(batch, -1) if values.dim() == 2 else values[None].expand(batch, -1)

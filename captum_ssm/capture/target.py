@@ -179,7 +179,10 @@ def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
             "integer tensor or None."
         )
     if index.dim() == 1 and index.shape[0] != B:
-        raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")
+        raise InputError(
+            f"position has {index.shape[0]} entries for a batch of {B}; expected one per example, "
+            "or an int for all."
+        )
     told = f"position is {index.tolist()}, outside the sequence of {L} tokens"
     return from_start(index, L, told).expand(B)
 
@@ -222,7 +225,8 @@ def _split_target(
     if isinstance(target, SpanTarget):
         if position is not None and position is not target:
             raise TargetError(
-                f"position is {position!r}, and the target is a span, which has its own."
+                f"position is {position!r}, and the target is a span, which has its own; leave "
+                "position out."
             )
         return target, target
     is_only_place = is_only_place and position is None
@@ -253,7 +257,10 @@ def _split_target(
 
 def _check_count(given: int, batch: int) -> None:
     if given != batch:
-        raise TargetError(f"target has {given} entries for a batch of {batch}.")
+        raise TargetError(
+            f"target has {given} entries for a batch of {batch}; expected one per example, or an "
+            "int for all."
+        )
 
 
 def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> Tensor:
@@ -294,7 +301,8 @@ def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
     if bool((row < 0).any()):
         raise InputError(
             f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
-            "position asked for is before them."
+            "position asked for is before them; expected one among these. Have the model return "
+            "logits for all tokens."
         )
     return logits[torch.arange(B, device=logits.device), row]
 

@@ -42,7 +42,7 @@ def check_file(path: Path | None) -> None:
         ValueError: where it is not.
     """
     if path is not None and not path.is_file():
-        raise ValueError(f"No such file: {path}")
+        raise ValueError(f"No such file: {path}. Expected the path of a file that exists.")
 
 
 def numbers(text: str | None, name: str) -> list[int] | None:

@@ -37,7 +37,9 @@ def read_texts(path: Path) -> Texts:
         with path.open(encoding="utf-8-sig", newline="") as file:
             found = _table(file, path) if path.suffix == ".csv" else _lines(file.read())
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"--input is {path}, which cannot be read as text: {error}") from error
+        raise ValueError(
+            f"--input is {path}, which cannot be read as text: {error}. Save it as UTF-8."
+        ) from error
     if not found.texts:
         raise ValueError(f"--input is {path}, which holds no text; write one per line.")
     return found
@@ -52,7 +54,10 @@ def read_messages(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--messages is {path}, which is not JSON: {error}") from error
+        raise ValueError(
+            f"--messages is {path}, which is not JSON: {error}. Expected a list of messages "
+            'such as [{"role": "user", "content": "..."}].'
+        ) from error
 
 
 def _lines(text: str) -> Texts:
@@ -77,6 +82,9 @@ def _table(file: Iterable[str], path: Path) -> Texts:
         found.texts.append(row[texts[0]])
         for name, values in found.asked.items():
             if not row[name]:
-                raise ValueError(f"{path}, line {rows.line_num}: the column {name} is empty.")
+                raise ValueError(
+                    f"{path}, line {rows.line_num}: the column {name} is empty; fill it in all "
+                    "rows, or remove it."
+                )
             values.append(row[name])
     return found

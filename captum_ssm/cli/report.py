@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.csv, (".csv",), "--csv")
     for path in (args.folder, args.against):
         if path is not None and not path.exists():
-            raise ValueError(f"No such file or folder: {path}")
+            raise ValueError(f"No such file or folder: {path}. Expected what captum-ssm run wrote.")
     report = summarize(
         args.folder, method=args.method, by=args.by, labels=args.labels, against=args.against
     )

@@ -241,7 +241,10 @@ def _draw(count: int, length: int, generator: torch.Generator, held_out: bool) -
         kept = _without_repeats(kept)[:count]
         if len(kept) == count:
             return kept
-    raise ValueError(f"could not draw {count} distinct strings of length {length}")
+    raise ValueError(
+        f"could not draw {count} distinct strings of length {length}; ask for fewer, or for longer "
+        "ones."
+    )
 
 
 def _without_repeats(rows: Tensor) -> Tensor:

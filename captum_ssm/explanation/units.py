@@ -127,7 +127,7 @@ def named(tokens: Sequence[Token], spans: Mapping[str, tuple[int, int]]) -> tupl
                     )
                 owners[i] = name
         if name not in owners.values():
-            raise ValueError(f"units[{name!r}] is {(start, end)}, which holds no token.")
+            raise ValueError(f"units[{name!r}] is {(start, end)}, which holds no token; widen it.")
     return _runs([owners.get(i, i) for i in range(len(tokens))])
 
 

@@ -48,7 +48,7 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
             "truth and mask that broadcast to the scores."
         ) from error
     if not bool(torch.isfinite(scores).all()):
-        raise ValueError("scores holds NaN or Inf.")
+        raise ValueError("scores holds NaN or Inf; expected finite values.")
     per_row = _row_scores(_rows(scores), _rows(truth) != 0, _rows(mask) != 0)
     if not len(per_row):
         raise ValueError(

@@ -173,7 +173,10 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
     for edge in listed:
         for example in range(batch) if edge.example is None else (edge.example,):
             if not -batch <= example < batch:
-                raise ValueError(f"edges holds {edge} for a batch of {batch} examples.")
+                raise ValueError(
+                    f"edges holds {edge} for a batch of {batch} examples; expected an example from "
+                    f"0 .. {batch - 1}, or None for all."
+                )
             if len(found[example]) < k:
                 found[example].append(replace(edge, example=example % batch))
     return found
@@ -240,7 +243,7 @@ def _answers(output: Tensor, rows: Tensor | None) -> Tensor:
         if int(rows.min()) < -output.shape[1]:
             raise ValueError(
                 f"the model returned logits of its last {output.shape[1]} tokens, and the position "
-                "asked for is before them."
+                "asked for is before them; have it return logits for all tokens."
             )
         output = output[torch.arange(len(output), device=output.device), rows]
     if output.dim() not in (1, 2):

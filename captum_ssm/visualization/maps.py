@@ -104,7 +104,7 @@ def layer_overview(
         names = [f"layer {i}" for i in range(len(rows) if rows.ndim else 0)]
         values = list(_labeled_map("rows", rows, (len(names), len(tokens))))
     if not values:
-        raise ValueError("rows is empty; there is nothing to show.")
+        raise ValueError("rows is empty, so there is nothing to show; expected a row per layer.")
     size = min(16.0, 3.8 + 0.24 * len(tokens)), 1.4 + 0.35 * len(names)
     figure = new_figure(*size, title)
     axes = _draw_tokens(figure, colors_of(values, scale), tokens, max_labels)

@@ -173,7 +173,10 @@ def finite(values: Tensor | np.ndarray, name: str) -> np.ndarray:
     """Tensors as an array of floats, at least one and all finite; ``name`` is for errors."""
     numbers = array(values)
     if numbers.size == 0:
-        raise ValueError(f"{name} is empty, of shape {numbers.shape}; there is nothing to show.")
+        raise ValueError(
+            f"{name} is empty, of shape {numbers.shape}, so there is nothing to show; expected at "
+            "least one value."
+        )
     if not np.isfinite(numbers).all():
         raise ValueError(f"{name} holds NaN or Inf; expected finite values.")
     return numbers

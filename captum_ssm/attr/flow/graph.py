@@ -134,7 +134,8 @@ class FlowGraph:
         for index, layer in enumerate(self.layers):
             if edge.layer in layer.name.split(" + "):
                 return index
-        raise KeyError(f"the graph has no layer {edge.layer!r}.")
+        names = ", ".join(layer.name for layer in self.layers)
+        raise KeyError(f"the graph has no layer {edge.layer!r}; expected one of {names}.")
 
     def paths(self, count: int = 3, source: int | None = None) -> list[Path]:
         """The likeliest ways from an input token to the output, the likeliest first.

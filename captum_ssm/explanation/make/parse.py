@@ -35,7 +35,10 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in given:
         if name not in OPTIONS:
-            raise TypeError(f"there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+            raise TypeError(
+                f"there is no option {name!r}.{did_you_mean(name, OPTIONS)} Expected one of "
+                f"{', '.join(OPTIONS)}."
+            )
     return {**OPTIONS, **given}
 
 

@@ -234,7 +234,10 @@ def packed(rows: np.ndarray) -> dict[str, Any]:
     """
     values = np.asarray(rows, dtype=np.float64)
     if not np.isfinite(values).all():
-        raise ValueError("The relevance or a map holds NaN or Inf, which a page cannot show.")
+        raise ValueError(
+            "The relevance or a map holds NaN or Inf, which a page cannot show; expected finite "
+            "numbers. Look for the weights or inputs that are not finite."
+        )
     largest = np.abs(values).max(axis=-1, keepdims=True, initial=0)
     share = values / np.where(largest > 0, largest, 1)
     steps = np.rint(np.sign(share) * np.sqrt(np.abs(share)) * 32767).astype("<i2")

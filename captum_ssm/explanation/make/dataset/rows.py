@@ -142,7 +142,7 @@ def _inputs(names: Sequence[str]) -> dict[str, str]:
 
 def _value(given: Mapping[str, Any], column: str) -> Any:
     if column not in given:
-        raise InputError(f"the row has no {column!r}.")
+        raise InputError(f"the row has no {column!r}; expected it in every row.")
     return given[column]
 
 

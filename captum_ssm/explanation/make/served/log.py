@@ -40,7 +40,7 @@ def _json(path: Path) -> Iterator[Any]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}. Expected the log of a server.") from error
     if isinstance(held, Mapping) and held.keys() >= INSPECT:
         yield from _samples(path)
     else:
