@@ -205,10 +205,7 @@ class LaTIM(TokenAttribution):
         **_: Any,
     ) -> Tensor:
         if norm_order(aggregation, layer) is not None:
-            raise ValueError(
-                f"aggregation is {aggregation!r}, and only {LOGIT!r} has a delta; use that one, or "
-                "leave return_convergence_delta out."
-            )
+            raise ValueError(f"aggregation is {aggregation!r}; expected {LOGIT!r} for a delta.")
         score = self._decomposition(arguments, layer, grid)
         with self._computing():
             return score.claimed()

@@ -225,8 +225,7 @@ def _split_target(
     if isinstance(target, SpanTarget):
         if position is not None and position is not target:
             raise TargetError(
-                f"position is {position!r}, and the target is a span, which has its own; leave "
-                "position out."
+                f"position is {position!r}; leave it out for a span, which has its own."
             )
         return target, target
     is_only_place = is_only_place and position is None

@@ -389,10 +389,8 @@ def held_out_questions(
             foils.append(IDS[gives[story.words[question.rivals[-1]]]])
             causes.append(question.cause)
     else:
-        raise ValueError(
-            f"no questions of kind {kind!r} have {length} words, {people} people; ask for more "
-            "words, or for fewer people."
-        )
+        what = f"kind {kind!r} have {length} words, {people} people"
+        raise ValueError(f"no questions of {what}; ask for more words, or fewer people.")
     return StoryQuestions(
         torch.tensor(tokens),
         torch.tensor(answers),
