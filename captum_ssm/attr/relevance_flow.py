@@ -153,8 +153,9 @@ class RelevanceFlow(MambaLRP):
                 Default: 0.9
             formulation (str, optional): as for :meth:`edges`. None is ``"unified"``, in which the
                 edges of one layer end where those of the next begin; or ``"hidden"`` for mixers
-                with a token shift, whose edges are then joined by what the shift moves.
-                Default: None
+                with a token shift, whose edges are then joined by what the shift moves, and where
+                the graph loses less so, as with biases before the convolution of a mixer that was
+                measured. Default: None
             tokens (sequence of str, optional): the texts of the tokens. Default: their indices
             example (int, optional): which of the batch. Default: 0
 
@@ -166,9 +167,15 @@ class RelevanceFlow(MambaLRP):
         if not 0 < share <= 1:
             raise ValueError(f"share is {share!r}; expected a number above 0, up to 1.")
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
-        edges = self._asked(arguments, formulation, balanced=True)
-        with self._computing():
-            graph = graph_of(edges, example, share)
+
+        def made(formulation: str | None) -> FlowGraph:
+            edges = self._asked(arguments, formulation, balanced=True)
+            with self._computing():
+                return graph_of(edges, example, share)
+
+        graph = made(formulation)
+        if graph.error > TOLERATED and formulation is None and graph.formulation == "unified":
+            graph = min(graph, made("hidden"), key=lambda one: one.error)
         if graph.error > TOLERATED:
             warnings.warn(
                 f"up to {graph.error:.0%} of the relevance at a token leaves it by no edge of the "

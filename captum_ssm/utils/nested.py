@@ -56,11 +56,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def first_of(result: Any) -> Any:
-    """What a function returned, or the first of several results: of a dict, the first tokens."""
+    """What a function returned, or the first of several results: of a dict, the first tokens.
+
+    The first result may be several itself, as of a block that returns ``((x, router), cache)``.
+    """
     key = _first_key(result)
     if key is not None:
         return result[key]
-    return result[0] if isinstance(result, (tuple, list)) and result else result
+    return first_of(result[0]) if isinstance(result, (tuple, list)) and result else result
 
 
 def with_first(result: Any, first: Any) -> Any:
@@ -73,7 +76,7 @@ def with_first(result: Any, first: Any) -> Any:
     if not isinstance(result, (tuple, list)):
         return first
     make = getattr(result, "_make", type(result))  # of a named tuple
-    return make([first, *result[1:]])
+    return make([with_first(result[0], first) if result else first, *result[1:]])
 
 
 def _first_key(result: Any) -> Any:

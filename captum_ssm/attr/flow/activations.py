@@ -34,6 +34,9 @@ class Activations:
             its skip were given and returned, ``(B, L, D)``, in the scan's order: u, v and y.
         gated (Tensor): what the output projection is given, ``(B, L, D)``.
         output (Tensor): what the mixer returns, ``(B, L, E)``, or an image of as many tokens.
+        added (list of Tensor, optional): for each scan of a mixer that was measured, the part of
+            its skip that the module itself adds, and the scan's function does not, so that
+            ``mixed`` is without it; None where there is no such part. Default: None
     """
 
     mixer: FrozenMixer = field(repr=False)
@@ -42,6 +45,7 @@ class Activations:
     mixed: list[Tensor]
     gated: Tensor
     output: Tensor
+    added: list[Tensor] | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -53,12 +57,19 @@ class Activations:
         """All of them, in one list."""
         return [*self.inputs, *self.values, *self.mixed, self.gated, self.output]
 
+    def with_skips(self) -> list[Tensor]:
+        """What each scan returned, with all of its skip, ``(B, L, D)``."""
+        if self.added is None:
+            return self.mixed
+        parts = zip(self.mixed, self.added, self.values, strict=True)
+        return [torch.addcmul(y.detach(), skip.to(y), v.detach().to(y)) for y, skip, v in parts]
+
     def replaced(self, tensors: Sequence[Tensor]) -> Activations:
         """These with others in the place of :attr:`tensors`, such as their coefficients."""
         n = len(self.mixed)
         inputs, values, mixed = (list(tensors[k * n : (k + 1) * n]) for k in range(3))
         gated, output = tensors[3 * n :]
-        return Activations(self.mixer, inputs, values, mixed, gated, output)
+        return Activations(self.mixer, inputs, values, mixed, gated, output, self.added)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,18 @@ class ScannedCall:
             [scan.mixed for scan in self.scans],
             mixer.gated_output().detach(),
             self.output,
+            _added_skips(parts, self.scans),
         )
+
+
+def _added_skips(parts: Sequence[FrozenMixer], scans: Sequence[Scan]) -> list[Tensor] | None:
+    # What the module adds of each scan's values to what the scan's function returned.
+    def skip(scan: FrozenMixer | Scan) -> Tensor:
+        zeros = torch.zeros_like(scan.values.detach())
+        return zeros if scan.skip is None else zeros + scan.skip.detach().to(zeros)
+
+    added = [skip(part) - skip(scan) for part, scan in zip(parts, scans, strict=True)]
+    return added if any(bool(one.any()) for one in added) else None
 
 
 def _is_same(part: FrozenMixer, scan: Scan) -> bool:
@@ -219,7 +241,7 @@ class ActivationStandIns(RelevanceStandIns):
         self.made_of.append(Activations(mixer, inputs, values, mixed, gated, output))
 
     def other(self, call: MixerCall) -> Tensor | None:
-        if call.module in self.blocks:
+        if call.module in self.blocks and torch.is_tensor(call.output):
             shape = call.output.shape[:2]
             before, after = (
                 [x for x in tensors_in(part) if x.is_floating_point() and x.shape[:2] == shape]

@@ -241,7 +241,7 @@ def layer_edges(
         weight, values = mixer.own
         own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
         skip, drawn, bias = skip + own, drawn + own, bias - own
-    mixed = [_relevance(x, y).sum(-1) for x, y in zip(g, kept.mixed, strict=True)]
+    mixed = [_relevance(x, y).sum(-1) for x, y in zip(g, kept.with_skips(), strict=True)]
     if kept.is_measured:  # whether its gate is an activation was not
         gate = gated - offset - _of_scans(mixer, mixed)
     else:
@@ -323,7 +323,8 @@ def _hidden(
         for (scan, _, _), x, v in zip(scans, g, values, strict=True)
     ]
     operator = parts[0] if len(parts) == 1 else SumOperator(tuple(parts))
-    if kept.is_measured and len(parts) > 1:  # whose values may be one tensor
+    # Several scans may be given one tensor, and a skip of the module's own may read another one.
+    if kept.is_measured and (len(parts) > 1 or kept.added is not None):
         return operator, _columns(operator) + _of_scans(mixer, skip), _of_scans(mixer, skip)
     return operator, _of_scans(mixer, drawn), _of_scans(mixer, skip)
 
