@@ -63,7 +63,8 @@ def circuit(
 
             - :class:`~captum_ssm.attr.Edge` objects, or tuples ``(layer, target, source)`` or
               ``(layer, target, source, head)``: layers by index or module path, positions and
-              heads negative from the end;
+              heads negative from the end. Of a module that runs several times, these are edges of
+              each call; ``"path:k"`` names its call k, from 0 on, and an Edge is of one call;
             - a dict from layers to bool masks ``(L, L)``, ``(B, L, L)`` or ``(B, M, L, L)`` of
               target and source, for M heads or channels; layers that are not in it have no edges;
             - a bool mask of all layers, ``(layers, L, L)`` or ``(B, layers, L, L)``.
@@ -110,7 +111,8 @@ def circuit(
     kept = KeptEdges.of(root, edges, remove=remove, formulation=formulation)
     chosen = list(chosen_layers(root, layers))
     if remove:
-        chosen = [path for path in chosen if path in kept.by_layer]
+        named = {name if name in chosen else name.rpartition(":")[0] for name in kept.by_layer}
+        chosen = [path for path in chosen if path in named]
 
     def edit(opened: OpenMixer) -> Tensor:
         source = opened if opened.unedited is None else opened.unedited
@@ -130,8 +132,8 @@ class KeptEdges:
     """The edges that a model keeps.
 
     Args:
-        by_layer (dict): for each mixer's path a mask, or numbers ``(E, 4)`` int64: example, head,
-            target and source.
+        by_layer (dict): for each mixer's path, or ``"path:k"`` for its call k, a mask, or numbers
+            ``(E, 4)`` int64: example, head, target and source.
         remove (bool): keep all edges except these.
         formulation (str): ``"hidden"`` or ``"unified"``, which edges are meant.
     """
@@ -150,8 +152,11 @@ class KeptEdges:
 
     def at(self, opened: OpenMixer) -> EdgeSet:
         """The edges of one mixer in a run, which tells its tokens, heads and examples."""
-        given = self.by_layer.get(opened.path, torch.empty(0, 4, dtype=torch.long))
-        return _edge_set(opened, given, self.remove, self.formulation)
+        names = (f"{opened.path}:{opened.visit}", opened.path)
+        given = [self.by_layer[name] for name in names if name in self.by_layer]
+        if not given or (len(given) > 1 and given[0].dtype != torch.bool):
+            given = [torch.cat([torch.empty(0, 4, dtype=torch.long), *given])]
+        return _edge_set(opened, given[0], self.remove, self.formulation)
 
 
 def _reference(ablation: str | Reference, formulation: str) -> Reference | None:
@@ -192,11 +197,19 @@ def _by_layer(paths: list[str], edges: Any) -> dict[str, Tensor]:
     listed: dict[str, list[list[int]]] = {}
     for item in edges:
         layer, numbers = _numbers(item)
-        listed.setdefault(_path(layer, paths), []).append(numbers)
+        path = _path(layer, paths)
+        if isinstance(item, Edge) and path in paths:  # of the first call
+            path = f"{path}:0"
+        listed.setdefault(path, []).append(numbers)
     return {path: torch.tensor(numbers) for path, numbers in listed.items()}
 
 
 def _path(layer: Any, paths: list[str]) -> str:
+    # Also of one call of a mixer, "path:k".
+    if isinstance(layer, str) and layer not in paths:
+        path, _, call = layer.rpartition(":")
+        if path in paths and call.isdecimal():
+            return layer
     return paths[mixer_index(layer, paths, f"edges holds {layer!r}")]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.attr import FlowGraph, RelevanceFlow
+from captum_ssm.attr import Edge, FlowGraph, RelevanceFlow
 from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.questions.base import FAILS, Questions
 from captum_ssm.explanation.make.relevance.rows import Question
@@ -88,7 +88,7 @@ def _curve(
     rows = {}
     try:
         for k in (0, *(k for k in COUNTS if k <= len(graph.edges))):
-            edges = [(edge.layer, edge.target, edge.source) for edge in graph.edges[:k]]
+            edges = [Edge(edge.layer, edge.target, edge.source) for edge in graph.edges[:k]]
             with circuit(
                 questions.setup.model,
                 [*own, *edges],
