@@ -160,6 +160,22 @@ def ssd(
         yield _in_heads(operator, x, D, z)
 
 
+@register_scan(names={role: _SSM[role] for role in "xABC"}, enlarge=("B", "C"))
+def ssd_of_steps(x: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Iterator[Candidate]:
+    """Mamba-2 as its paper's listing: x and A, the log decay ``(B, L, H)``, times dt before."""
+    if x.dim() != 4 or B.dim() != 4 or A.shape != x.shape[:3] or A.is_complex():
+        return
+    H, P = x.shape[2:]
+    if B.shape != C.shape or B.shape[:2] != x.shape[:2] or H % B.shape[2]:
+        return
+    dtype = working_dtype(x, A, B, C)
+    key, query = (_per_head(t.to(dtype), H) for t in (B, C))
+    operator = LinearAttentionOperator(
+        query=query, key=key, log_decay=A.to(dtype)[..., None], width=P
+    )
+    yield _in_heads(operator, x, None, None)
+
+
 @register_scan(names=_SSM, enlarge=("B", "C"))
 def trapezoid(
     x: Tensor,
