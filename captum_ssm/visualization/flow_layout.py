@@ -135,12 +135,22 @@ class FlowLayout:
         self.nodes = self.nodes or [(self.W, self.data["at"])]
         self.busy = {p for one in self.links if not one.is_kept for p in (one.source, one.target)}
         self.busy |= {(0, t) for t in self.tokens} | {(self.W, self.data["at"])}
+        self._sides()
+
+    def _sides(self) -> None:
+        # What arrives at each node, and what leaves it, from left to right.
+        self.into: dict[Place, list[FlowLink]] = {}
+        self.out: dict[Place, list[FlowLink]] = {}
+        links = [one for one in self.links if not one.is_shift]
+        for link in sorted(links, key=lambda one: one.source[1]):
+            self.into.setdefault(link.target, []).append(link)
+        for link in sorted(links, key=lambda one: (not one.is_kept, one.target[1])):
+            self.out.setdefault(link.source, []).append(link)
 
     def _scale(self) -> None:
-        into, out = self.sides()
         sizes = [abs(self.values.get(node, 0.0)) for node in self.nodes]
-        sizes += [sum(abs(one.value) for one in side) for side in into.values()]
-        sizes += [sum(abs(one.low) for one in side) for side in out.values()]
+        sizes += [sum(abs(one.value) for one in side) for side in self.into.values()]
+        sizes += [sum(abs(one.low) for one in side) for side in self.out.values()]
         self.unit = WIDEST / max([*sizes, 1e-12])
         for link in self.links:
             link.width = self.thick(link.value)
@@ -148,17 +158,6 @@ class FlowLayout:
     def thick(self, value: float) -> float:
         """How wide a relevance is drawn."""
         return max(THINNEST, abs(value) * self.unit)
-
-    def sides(self) -> tuple[dict[Place, list[FlowLink]], dict[Place, list[FlowLink]]]:
-        """What arrives at each node, and what leaves it, from left to right."""
-        into: dict[Place, list[FlowLink]] = {}
-        out: dict[Place, list[FlowLink]] = {}
-        links = [one for one in self.links if not one.is_shift]
-        for link in sorted(links, key=lambda one: one.source[1]):
-            into.setdefault(link.target, []).append(link)
-        for link in sorted(links, key=lambda one: (not one.is_kept, one.target[1])):
-            out.setdefault(link.source, []).append(link)
-        return into, out
 
     def _columns(self) -> None:
         names = [len(self.data["tokens"][t].strip()) * LETTER + 10 for t in self.tokens]
@@ -188,28 +187,19 @@ class FlowLayout:
 
     def node_width(self, node: Place) -> float:
         """As wide as its relevance, or as what is drawn at it."""
-        into, out = self._at(node)
         return max(
             3.0,
             self.thick(self.values.get(node, 0.0)),
-            sum(one.width for one in into),
-            sum(self.thick(one.low) for one in out),
-        )
-
-    def _at(self, node: Place) -> tuple[list[FlowLink], list[FlowLink]]:
-        links = [one for one in self.links if not one.is_shift]
-        return (
-            [one for one in links if one.target == node],
-            [one for one in links if one.source == node],
+            sum(one.width for one in self.into.get(node, ())),
+            sum(self.thick(one.low) for one in self.out.get(node, ())),
         )
 
     def _ends(self) -> None:
-        into, out = self.sides()
         for link in self.links:
             link.x = self.x[link.source[1]], self.x[link.target[1]]
         for node in self.nodes:
             x = self.x[node[1]]
-            arriving, leaving = into.get(node, []), out.get(node, [])
+            arriving, leaving = self.into.get(node, []), self.out.get(node, [])
             left = x - sum(one.width for one in arriving) / 2
             for link in arriving:
                 link.x = link.x[0], left + link.width / 2

@@ -83,7 +83,7 @@ def _maps(named: Mapping[str, ReceptiveField], decades: float) -> Figure:
         for axis in range(count):
             rest = [at for k, at in enumerate(center) if k != axis]
             panels.append((name, values.sum(axis), rest, f"summed over axis {axis}"))
-    columns = len(panels) if len(panels) <= 6 else 6
+    columns = min(len(panels), 6)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(2.9 * columns + 0.9, 3.1 * rows), layout="constrained")
     cells = figure.subplots(rows, columns, squeeze=False).flatten()

@@ -46,7 +46,7 @@ def test_edges_are_as_wide_as_their_relevance(k):
 def test_what_arrives_is_as_wide_as_what_leaves():
     # All edges are drawn, so each node is covered by both.
     drawn = FlowLayout(GRAPH, 6, None, 500.0)
-    into, out = drawn.sides()
+    into, out = drawn.into, drawn.out
     checked = 0
     for node in set(into) & set(out):
         if any(one.value < 0 for one in (*into[node], *out[node])):
