@@ -139,7 +139,6 @@ def _finite(text: str) -> float:
 
 
 def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
-    given = {name: held.get(name) for name in ("title", "model", "settings", "versions")}
     methods = read(tuple[Method, ...], held.get("methods"), "methods")
     names = [method.name for method in methods]
     if not names or not all(map(str.isprintable, names)) or len(set(names)) < len(names):
@@ -151,14 +150,10 @@ def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
     read_examples = tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples))
     for i, one in enumerate(read_examples):
         check_circuits(one, f"examples[{i}]")
-    return {
-        "title": read(str, given["title"], "title"),
-        "model": read(str, given["model"], "model"),
-        "methods": methods,
-        "examples": read_examples,
-        "settings": read(Mapping[str, Any], given["settings"], "settings"),
-        "versions": read(Mapping[str, str], given["versions"], "versions"),
-    }
+    kinds: dict[str, Any] = {"title": str, "model": str}
+    kinds |= {"settings": Mapping[str, Any], "versions": Mapping[str, str]}
+    told = {name: read(kind, held.get(name), name) for name, kind in kinds.items()}
+    return {**told, "methods": methods, "examples": read_examples}
 
 
 class _Encoder(json.JSONEncoder):

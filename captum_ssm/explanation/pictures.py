@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -66,14 +65,4 @@ def owners(pictures: Sequence[Picture], L: int) -> list[int | None]:
     for k, picture in enumerate(pictures):
         for token in picture.tokens:
             found[token] = k
-    return found
-
-
-def stretches(pictures: Sequence[Picture], L: int) -> list[tuple[str, int, int]]:
-    """Neighboring tokens of one picture, or of the text, as ``(name, first, end)``."""
-    found, at = [], 0
-    for owner, run in groupby(owners(pictures, L)):
-        end = at + len(list(run))
-        found.append((TEXT if owner is None else pictures[owner].name, at, end))
-        at = end
     return found

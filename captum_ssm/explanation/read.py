@@ -10,7 +10,7 @@ import binascii
 import math
 import reprlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -139,43 +139,42 @@ def _size(held: dict[str, Any]) -> list[int]:
 
 
 def _check(found: Example, rows: int, size: list[int], place: str) -> None:
-    def require(is_right: Callable[[Any], bool], name: str, value: Any, expected: str) -> None:
-        _require(is_right(value), f"{place}.{name}", value, expected)
+    def require(is_right: bool, name: str, value: Any, expected: str) -> None:
+        _require(is_right, f"{place}.{name}", value, expected)
 
-    L = len(found.tokens)
-    deltas = {one.shape for one in found.deltas.values()}
-    require(lambda x: x <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
-    require(lambda x: set(x) <= set(found.relevance), "deltas", found.deltas, "methods' names")
-    require(lambda x: 0 <= x <= L, "prompt", found.prompt, f"0 .. {L}")
+    L, deltas = len(found.tokens), {one.shape for one in found.deltas.values()}
+    require(deltas <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
+    require({*found.deltas} <= {*found.relevance}, "deltas", found.deltas, "methods' names")
+    require(0 <= found.prompt <= L, "prompt", found.prompt, f"0 .. {L}")
     if found.reasoning is not None:
         _check_tokens(found.reasoning, found.prompt, L, f"{place}.reasoning")
     F = 0 if found.series is None else found.series.shape[-1]
-    require(lambda x: len(x) == F, "features", found.features, f"{F} names")
-    require(bool, "outputs", found.outputs, "one or more")
+    require(len(found.features) == F, "features", found.features, f"{F} names")
+    require(bool(found.outputs), "outputs", found.outputs, "one or more")
     for i, output in enumerate(found.outputs):
         _check_output(output, rows, L, f"{place}.outputs[{i}]")
     for name, spans in found.units.items():
         ends = [0, *(span.end for span in spans)]
         is_cover = [span.first for span in spans] == ends[:-1] and ends[-1] == L
         is_whole = is_cover and ends == sorted(ends)
-        _require(is_whole, f"{place}.units.{name}", spans, "spans of all tokens, in order")
+        require(is_whole, f"units.{name}", spans, "spans of all tokens, in order")
     if found.grid is not None:
         most = size if found.image is not None else []
         fits = [0 < a <= b for a, b in zip(found.grid, most, strict=False)]
         is_right = all(fits) and len(found.grid) == len(most)
-        _require(is_right, f"{place}.grid", found.grid, "rows and columns of an image's patches")
+        require(is_right, "grid", found.grid, "rows and columns of an image's patches")
     _check_pictures(found, L, place)
     if found.validation is not None:
         check = found.validation
         shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}
         is_right = shapes == {(len(check.shares),)} and len(check.shares) > 1
         is_right = is_right and len(check.curves) > 0 and {*check.curves} <= {*found.relevance}
-        _require(is_right, f"{place}.validation", check.curves, "curves of methods, one per share")
+        require(is_right, "validation", check.curves, "curves of methods, one per share")
     for maps in found.maps:
         for layer, values in maps.layers.items():
             sides = {L} if L else set(values.shape[:1]) - {0}
             is_square = values.ndim == 2 and set(values.shape) == sides
-            _require(is_square, f"{place}.maps.{layer}", values.shape, f"({L or 'L'}, {L or 'L'})")
+            require(is_square, f"maps.{layer}", values.shape, f"({L or 'L'}, {L or 'L'})")
 
 
 def _check_pictures(found: Example, L: int, place: str) -> None:

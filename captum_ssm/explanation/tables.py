@@ -94,7 +94,7 @@ def to_pandas(explanation: Explanation, units: str) -> pandas.DataFrame:
     import pandas
 
     require_texts(explanation, "the table")
-    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    lines: list[tuple[Any, ...]] = []
     for example in explanation.examples:
         spans, texts = spans_of(example, units), texts_of(example, units)
         bounds = bounds_of(example, units)
@@ -105,10 +105,8 @@ def to_pandas(explanation: Explanation, units: str) -> pandas.DataFrame:
                 about = (example.name, method.name, row.output.position, row.answer.text, against)
                 for unit, (value, share) in enumerate(zip(values, shares(values), strict=True)):
                     about_unit = (unit, bounds[unit][0], texts[unit])
-                    line = (*about, *about_unit, float(value), float(share), row.hop)
-                    for name, item in zip(_COLUMNS, line, strict=True):
-                        columns[name].append(item)
-    return pandas.DataFrame(columns)
+                    lines.append((*about, *about_unit, float(value), float(share), row.hop))
+    return pandas.DataFrame(lines, columns=_COLUMNS)
 
 
 _COLUMNS = (

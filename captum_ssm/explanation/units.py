@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from captum_ssm.explanation.parts import LABEL, Example, Output, Span, Token
-from captum_ssm.explanation.pictures import TEXT, Picture, owners, picture_names, stretches
+from captum_ssm.explanation.pictures import TEXT, Picture, owners, picture_names
 
 # Words, and each punctuation mark by itself; what ends in a full stop, a question or exclamation
 # mark, or a line break; lines, such as those of code, each with the empty ones after it.
@@ -148,7 +148,7 @@ def with_pictures(
 
     The tokens of an image are one unit, except among words, where each stays by itself.
     """
-    parts = tuple(Span(*one) for one in stretches(pictures, L))
+    parts = _runs([TEXT if k is None else pictures[k].name for k in owners(pictures, L)])
     of_pictures = [part for part in parts if part.name != TEXT]
     held = {k for part in of_pictures for k in range(part.first, part.end)}
     found = {}

@@ -102,17 +102,20 @@ def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]
             break
         rows.append(row)
     others = [row for row in rows if row in report.shown_other]
-    return (
-        (rows, _joined(report, [report.shown[row] for row in rows])),
-        (others, _joined(report, [report.shown_other[row] for row in others]) if others else None),
-    )
+    pairs = (report.shown, rows), (report.shown_other, others)
+    shown, other = ((kept, _joined(report.title, held, kept)) for held, kept in pairs)
+    return shown, other
 
 
-def _joined(report: Report, parts: Sequence[Explanation]) -> dict[str, Any]:
+def _joined(
+    title: str, held: Mapping[int, Explanation], rows: Sequence[int]
+) -> dict[str, Any] | None:
     # Explanations of a data set each have the title of their own answer.
-    light = [_light(one) for one in parts]
+    if not rows:
+        return None
+    light = [_light(held[row]) for row in rows]
     examples = tuple(one.examples[0] for one in light)
-    return page_data(replace(light[0], title=report.title, examples=examples))
+    return page_data(replace(light[0], title=title, examples=examples))
 
 
 def _light(explanation: Explanation) -> Explanation:

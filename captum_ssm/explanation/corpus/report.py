@@ -82,7 +82,9 @@ class Report:
 
     def __str__(self) -> str:
         """A summary for a terminal."""
-        return _told(self)
+        # A line that begins a part has an empty one before it; no other break is the report's own.
+        lines = (("\n" * one.startswith("\n"), one.removeprefix("\n")) for one in _lines(self))
+        return "\n".join(gap + printable(line) for gap, line in lines)
 
     def to_pandas(self, table: str = "shares") -> pandas.DataFrame:
         """One of the report's tables.
@@ -147,12 +149,6 @@ class Report:
         from captum_ssm.explanation.page.notebook import framed
 
         return {"text/html": framed(self.to_html(), self.title), "text/plain": str(self)}, {}
-
-
-def _told(report: Report) -> str:
-    # A line that begins a part has an empty one before it; no other break is the report's own.
-    parts = (("\n" * line.startswith("\n"), line.removeprefix("\n")) for line in _lines(report))
-    return "\n".join(gap + printable(line) for gap, line in parts)
 
 
 def _lines(report: Report) -> Iterator[str]:

@@ -113,7 +113,7 @@ class _Run:
         reading_token: bool | None,
         labels: Sequence[str] | str | None,
     ) -> None:
-        self.data, self.options = data, (reading_token, labels)
+        self.data, self.reading_token, self.labels = data, reading_token, labels
         self.errors: Mapping[int, str] = dict(getattr(data, "errors", {}))
         self.indices = [i for i in range(len(data)) if i not in self.errors]
         if not self.indices:
@@ -131,7 +131,7 @@ class _Run:
             raise ValueError(
                 f"labels has {len(right)} values for {len(data)} examples; expected one for each."
             )
-        self.readings = list(self._read(right, self._is_asked, reading_token))
+        self.readings = list(self._read(right))
 
     @property
     def _is_asked(self) -> bool:
@@ -167,9 +167,8 @@ class _Run:
         """Some explanations, one after the other."""
         return ((i, self.data[i]) for i in indices)
 
-    def _read(
-        self, right: Sequence[Any] | None, is_asked: bool, reading_token: bool | None
-    ) -> Iterator[Reading]:
+    def _read(self, right: Sequence[Any] | None) -> Iterator[Reading]:
+        is_asked, reading_token = self._is_asked, self.reading_token
         for i, one in self.of(self.indices):
             require_texts(one, "a report")
             label = None if right is None or right[i] is None else str(right[i]).strip()
@@ -186,7 +185,7 @@ def _opened(data: Explanations | str | Path) -> Explanations:
 
 
 def _other(run: _Run, against: Explanations | str | Path) -> _Run:
-    reading_token, labels = run.options
+    reading_token, labels = run.reading_token, run.labels
     methods = [one.name for one in run.first.methods]
     if isinstance(against, str) and against in methods:
         return _Run(run.data, against, reading_token, labels)

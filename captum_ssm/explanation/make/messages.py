@@ -194,10 +194,8 @@ def _name(messages: Sequence[Message], index: int) -> str:
 def _parse(messages: Any) -> list[list[Message]]:
     several = messages if isinstance(messages, (list, tuple)) else [messages]
     if several and all(isinstance(one, (list, tuple)) for one in several):
-        found = [_conversation(one, f"messages[{k}]") for k, one in enumerate(several)]
-    else:
-        found = [_conversation(several, "messages")]
-    return found
+        return [_conversation(one, f"messages[{k}]") for k, one in enumerate(several)]
+    return [_conversation(several, "messages")]
 
 
 def _conversation(messages: Sequence[Any], name: str) -> list[Message]:

@@ -169,9 +169,8 @@ class WholeAnswer:
         each = logits.gather(1, ids[:, None])
         likely = float(logits.log_softmax(1).gather(1, ids[:, None]).sum().exp())
         rank = 1 + int((logits > each).sum(1).max())
-        text = "".join(token.text for token in self.whole.tokens[first:end]).strip()
         id = first * L + end - 1
-        answer = Answer(text, id, likely, float(each.sum()), rank, row)
+        answer = Answer(self.whole.part(first, end), id, likely, float(each.sum()), rank, row)
         hops = tuple(range(row + 1, row + self.count))
         through = self.asked.through
         return Output(None, (answer,), 0, role=PART, part=self.part, hops=hops, through=through)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,8 @@ class ServedRows:
         Raises:
             InputError, TypeError: for a record that the tokenizer does not reproduce.
         """
-        row = served_row(given[RECORD], self.vocabulary, self.log.bound, self.log.temperature)
-        return replace(row, against=self.against)
+        how = self.log.bound, self.log.temperature, self.against
+        return served_row(given[RECORD], self.vocabulary, *how)
 
     def keeps(self, column: str) -> bool:
         """Whether a column is kept with the explanation."""

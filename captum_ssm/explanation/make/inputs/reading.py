@@ -46,6 +46,10 @@ class TokenizedText:
         """What the model reads, ``(L,)``."""
         return [token.id for token in self.tokens]
 
+    def part(self, first: int, end: int) -> str:
+        """What tokens ``first .. end - 1`` say, without white space around it."""
+        return "".join(token.text for token in self.tokens[first:end]).strip()
+
     def followed_by(self, other: TokenizedText, between: str = "") -> TokenizedText:
         """Both texts, one after the other."""
         shift = len(self.text)

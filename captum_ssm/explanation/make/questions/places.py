@@ -145,7 +145,7 @@ class _Answers:
 
     def part(self, index: int) -> str:
         first, last = self.place(index)
-        return "".join(one.text for one in self.text.tokens[first : last + 1]).strip()
+        return self.text.part(first, last + 1)
 
     def token(self, index: int) -> str:
         return self.text.tokens[index].text.strip()
@@ -195,7 +195,7 @@ def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
 
 def _itself(text: TokenizedText, place: tuple[int, int]) -> TargetError:
     first, last = place
-    shown = "".join(one.text for one in text.tokens[first : last + 1]).strip()
     return TargetError(
-        f"against is {shown!r}, the answer that is explained; expected another part of the text."
+        f"against is {text.part(first, last + 1)!r}, the answer that is explained; expected "
+        "another part of the text."
     )

@@ -172,9 +172,7 @@ class CaptumRows:
             return self._run(parts.kept(F.pad(x, (0, unread), value=1.0) if unread else x))
 
         score = self._score(run, group)
-        method = _with_forward(
-            self.method, score if isinstance(self.inner, OF_ALL) else _first(score)
-        )
+        method = _with_forward(self.method, score)
         found = method.attribute(presence, **{**options, "baselines": torch.zeros_like(presence)})
         found = found.detach().reshape(len(group), *presence.shape[1:]).float()
         if is_cut:
@@ -183,9 +181,7 @@ class CaptumRows:
                 row[end:] = 0
         return found
 
-    def _of_gradients(
-        self, inputs: Tensor, questions: Sequence[Question], what: str
-    ) -> tuple[Tensor, Tensor | None]:
+    def _of_gradients(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Rows:
         options = self._options(internal_batch_size=BATCH)
         is_text = not inputs.is_floating_point()
         table = embedding_table(self.module) if is_text else None
@@ -216,9 +212,7 @@ class CaptumRows:
         relevance, deltas = self._each(run, explained, questions, what, options)
         return relevance.flatten(2).sum(2) if is_text else relevance, deltas
 
-    def _of_layer(
-        self, inputs: Tensor, questions: Sequence[Question], what: str
-    ) -> tuple[Tensor, Tensor | None]:
+    def _of_layer(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Rows:
         options = self._options(internal_batch_size=BATCH)
         if not inputs.is_floating_point() and "baselines" in self._takes:
             token = Replacement.of(self.tokenizer, options.get("baselines"))
@@ -242,14 +236,14 @@ class CaptumRows:
         questions: Sequence[Question],
         what: str,
         options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Rows:
         # One row after the other, since the score of each has gradients of its own.
         relevance, deltas = [], []
         has_delta = bool(self.method.has_convergence_delta())
         options |= {"return_convergence_delta": True} if has_delta else {}
         for question in progress(questions, what):
-            score = _first(self._score(run, [question]))
-            attributed = _with_forward(self.method, score).attribute(inputs, **options)
+            method = _with_forward(self.method, self._score(run, [question]))
+            attributed = method.attribute(inputs, **options)
             row, delta = attributed if has_delta else (attributed, None)
             row = row[0] if isinstance(row, tuple) else row
             relevance.append(row.detach().float())
@@ -287,16 +281,13 @@ class CaptumRows:
     def _score(
         self, run: Callable[[Tensor], Tensor], questions: Sequence[Question]
     ) -> Callable[[Tensor], Tensor]:
-        # The scores (n, R) of n inputs.
+        # The scores (n, R) of n inputs, or of a method that takes one of a run (n,).
         def score(inputs: Tensor) -> Tensor:
             logits = run(inputs)
-            return torch.stack([question.score(logits) for question in questions], 1)
+            found = [question.score(logits) for question in questions]
+            return torch.stack(found, 1) if isinstance(self.inner, OF_ALL) else found[0]
 
         return score
-
-
-def _first(score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda inputs: score(inputs)[:, 0]
 
 
 def _with_forward(method: Attribution, forward: Callable[..., Tensor]) -> Attribution:

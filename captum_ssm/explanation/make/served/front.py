@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 from captum_ssm.explanation import Explanation
@@ -78,8 +77,7 @@ def replay(
     rows = []
     for k, one in enumerate(records):
         with numbered(k, len(records), "records"):
-            row = served_row(one, vocabulary, bound, temperature)
-            rows.append(replace(row, against=against))
+            rows.append(served_row(one, vocabulary, bound, temperature, against))
     examples = []
     for k, outcome in enumerate(explainer(rows)):
         with numbered(k, len(records), "records"):

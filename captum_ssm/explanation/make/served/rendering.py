@@ -32,7 +32,11 @@ def check_told(options: Mapping[str, Any]) -> None:
 
 
 def served_row(
-    record: ServedRecord, vocabulary: Vocabulary, bound: float | None, temperature: float
+    record: ServedRecord,
+    vocabulary: Vocabulary,
+    bound: float | None,
+    temperature: float,
+    against: Any = None,
 ) -> InputRow:
     """What is explained of a record.
 
@@ -41,6 +45,7 @@ def served_row(
         vocabulary (Vocabulary): of the local model's tokenizer.
         bound (float, optional): how much log probabilities may differ; None for any amount.
         temperature (float): by which the server divided its logits.
+        against (Any, optional): as for ``explain``. Default: None
 
     Raises:
         InputError: for a prompt or an answer that the tokenizer does not reproduce.
@@ -56,7 +61,7 @@ def served_row(
     if record.total is not None:
         known[tuple(range(P, P + len(answer.tokens)))] = record.total
     recorded = Recorded(record.format, known, bound, temperature, record.sampling)
-    return InputRow(prompt, answer, recorded=recorded)
+    return InputRow(prompt, answer, against, recorded=recorded)
 
 
 def read_prompt(record: ServedRecord, tokenizer: Any) -> TokenizedText:
