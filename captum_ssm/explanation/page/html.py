@@ -29,14 +29,14 @@ OF_PICTURES = ("inset",)
 # They draw a report, and only come with one.
 OF_REPORTS = ("report_bars", "report_text", "report_cloud", "report_list", "report_parts", "report")
 # They draw a report on states, by themselves.
-OF_STATES = ("words", "dom", "format", "host", "controls", "tip", "states")
+OF_STATES = ("words", "dom", "format", "host", "bars", "controls", "tip", "states")
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
-    *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors"),
+    *("words", "dom", "format", "host", "flow_graph", "data", "state", "colors", "bars"),
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
     *OF_CIRCUITS,
     *OF_ANSWERS,
-    *("turns", "image", *OF_PICTURES, "text", "series", "panels", "reading"),
+    *("turns", "canvas_panel", "image", *OF_PICTURES, "text", "series", "panels", "reading"),
     *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
 
@@ -164,10 +164,9 @@ def script(
     circuits: bool = True, answers: bool = True, pictures: bool = True, report: bool = False
 ) -> str:
     """The modules as one: without their imports and exports, which have the same names."""
-    groups = (circuits, OF_CIRCUITS), (answers, OF_ANSWERS), (pictures, OF_PICTURES)
-    left_out = {name for is_there, names in groups if not is_there for name in names}
-    modules = (*MODULES, *OF_REPORTS) if report else MODULES
-    return _joined([name for name in modules if name not in left_out])
+    groups = {OF_CIRCUITS: circuits, OF_ANSWERS: answers, OF_PICTURES: pictures, OF_REPORTS: report}
+    left_out = {name for names, is_there in groups.items() if not is_there for name in names}
+    return _joined([name for name in (*MODULES, *OF_REPORTS) if name not in left_out])
 
 
 def _joined(modules: Sequence[str]) -> str:

@@ -28,11 +28,6 @@ export class Answer {
     this.picker = new AnswerPicker(this.page, panel);
   }
 
-  // What is explained by a method: the hops of the span that is picked.
-  trace(state) {
-    return state.trace(state.method);
-  }
-
   update(state) {
     const { example, span } = state;
     this.node.hidden = !example.whole;
@@ -44,7 +39,7 @@ export class Answer {
     this.hint.textContent = isTouched ? "or tap a word of the answer in the text below; with Units: Sentence, a sentence"
       : "or drag over words of the answer in the text below (keyboard: Shift + arrow keys)";
     if (!span) return;
-    const trace = this.trace(state);
+    const trace = state.trace(state.method);
     if (trace.isMissing) {
       for (const part of [this.steps.node, this.next, this.picture.node]) part.hidden = true;
       fill(this.sentence, "There is no relevance by this method.");
@@ -81,7 +76,7 @@ export class Answer {
   step(way) {
     const { state } = this.page;
     if (!state.span) return;
-    const { names } = this.trace(state);
+    const { names } = state.trace(state.method);
     const at = names.indexOf(state.values.hop);
     this.page.set({ hop: names[(at + way + names.length) % names.length] });
   }

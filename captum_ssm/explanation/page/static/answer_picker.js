@@ -1,5 +1,5 @@
 // Picks a span of the answer in a text panel: drag, Shift + click, or Shift + arrow keys.
-import { clamp, hasModifier, range } from "./dom.js";
+import { clamp, hasModifier, range, taken } from "./dom.js";
 
 export class AnswerPicker {
   constructor(page, panel) {
@@ -92,8 +92,7 @@ export class AnswerPicker {
       page.point(end, panel);
       page.answer.say();
     } else return;
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
   }
 
   // The end that stays and the one that moves: of the span that was extended before, else of the part

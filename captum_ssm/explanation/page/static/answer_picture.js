@@ -1,6 +1,6 @@
 // The ways to the answer: sentences of the prompt, the reasoning and the answer as boxes, and ribbons
 // from what was read to what was written from it.
-import { element, fill, range, svg } from "./dom.js";
+import { added, element, fill, range, svg } from "./dom.js";
 import { abridged, percent, token } from "./format.js";
 import { TOGETHER } from "./answer_trace.js";
 
@@ -59,7 +59,7 @@ export class AnswerPicture {
     const hop = this.hop === "all" ? 0 : Number(this.hop);
     const { ways } = this.trace.hops[hop];
     const least = this.hop === "0" ? 0 : LEAST_BOX * this.trace.totals[hop];
-    if (!ways.has(TOGETHER)) return new Set([...ways.keys()].filter((part) => addedUp(ways.get(part).sizes) >= least));
+    if (!ways.has(TOGETHER)) return new Set([...ways.keys()].filter((part) => added(ways.get(part).sizes) >= least));
     return new Set(hop === 0 ? this.trace.picked : this.#own(this.trace.hops[hop - 1].row));
   }
 
@@ -76,7 +76,7 @@ export class AnswerPicture {
     const kept = parts.filter((part) => weight[part]).sort((a, b) => weight[b] - weight[a])
       .filter((part, rank) => rank < FEWEST_BOXES || (rank < MOST_BOXES && weight[part] >= LEAST_BOX)).sort((a, b) => a - b);
     const rest = parts.filter((part) => !kept.includes(part));
-    const left = rest.reduce((sum, part) => sum + Math.abs(this.shares[part]), 0);
+    const left = added(rest, (part) => Math.abs(this.shares[part]));
     const more = rest.length > 0 && element("li", { class: "quiet" },
       `${kept.length ? "and " : ""}${rest.length.toLocaleString("en")} more${left < 0.0005 ? "" : ` · ${percent(left)}`}`);
     return element("section", { class: `column ${name}`, "aria-label": name },
@@ -125,7 +125,7 @@ export class AnswerPicture {
   #draw() {
     const ribbons = this.#ribbons();
     const past = ribbons.filter(({ isPast }) => isPast);
-    const lane = past.reduce((sum, { width }) => sum + width + 1, 0);
+    const lane = added(past, ({ width }) => width + 1);
     const [, aside] = this.columns.querySelectorAll("ol");
     aside.style.paddingBottom = lane ? `${lane + LANE}px` : "";
     this.node.classList.toggle("loops", ribbons.some(({ isAside, isLast }) => isAside && isLast));
@@ -150,7 +150,7 @@ export class AnswerPicture {
     for (const list of ends.values()) {
       const other = ({ ribbon, end }) => middle(end === "from" ? ribbon.target : ribbon.source);
       list.sort((a, b) => other(a) - other(b));
-      let at = -list.reduce((sum, { ribbon }) => sum + ribbon.width + 1, 0) / 2;
+      let at = -added(list, ({ ribbon }) => ribbon.width + 1) / 2;
       for (const { ribbon, end } of list) {
         ribbon[end === "from" ? "leaves" : "arrives"] = at + (ribbon.width + 1) / 2;
         at += ribbon.width + 1;
@@ -175,7 +175,7 @@ export class AnswerPicture {
       .filter((link) => (link.isActive ? size(link) : link.reach) >= LEAST_RIBBON)
       .sort((a, b) => b.isActive - a.isActive || b.reach - a.reach).slice(0, MOST_RIBBONS);
     const most = Math.max(...found.filter(({ isActive }) => isActive).map(size)) || 1;
-    const all = found.reduce((sum, link) => sum + (link.isActive ? size(link) : 0), 0) || 1;
+    const all = added(found, (link) => (link.isActive ? size(link) : 0)) || 1;
     // Pixels of a share of one, so that the widest ribbon and all of them together have room.
     const scale = Math.min(WIDEST_RIBBON / most, ALL_RIBBONS / all) / (isStacked ? 1.5 : 1);
     return found.map((link) => {
@@ -224,7 +224,6 @@ export class AnswerPicture {
   }
 }
 
-const addedUp = (values) => values.reduce((total, value) => total + value, 0);
 const middle = ({ top, bottom }) => (top + bottom) / 2;
 const curve = (x1, y1, a, b, x2, y2) => `M${x1} ${y1}C${a} ${y1} ${b} ${y2} ${x2} ${y2}`;
 

@@ -1,6 +1,6 @@
 // A whole answer: its parts, the spans of it that can be explained, and what a span rests on, hop by
 // hop. A hop hands relevance on generated tokens on to what made the model write them.
-import { range } from "./dom.js";
+import { added, range } from "./dom.js";
 
 const LEAST = 0.02; // of the explained relevance: less of it is not followed
 const MOST_HOPS = 8;
@@ -115,14 +115,8 @@ export class WholeAnswer {
   }
 }
 
-// One hop: `row` is what each token gives, `ways` what goes from part to part: by the part that was
+// A hop: `row` is what each token gives, `ways` what goes from part to part: by the part that was
 // written, what it has from each other part.
-class Hop {
-  constructor(row, ways) {
-    Object.assign(this, { row, ways });
-  }
-}
-
 class Trace {
   constructor(whole, method, [first, end], unit, { given, hasOwn, leftOut }) {
     const { example } = whole;
@@ -161,7 +155,7 @@ class Trace {
       if (hop === 0) this.apart += value;
       row[token] = 0;
     });
-    return new Hop(row, new Map([[TOGETHER, this.#byUnit(row)]]));
+    return { row, ways: new Map([[TOGETHER, this.#byUnit(row)]]) };
   }
 
   // What tokens were written from, each by its weight: their rows, of which a hop takes the
@@ -176,7 +170,7 @@ class Trace {
       ways.set(part, this.#byUnit(own));
       own.forEach((value, token) => { row[token] += value; });
     }
-    return new Hop(row, ways);
+    return { row, ways };
   }
 
   // Rows are read as they are packed: there may be thousands.
@@ -209,7 +203,7 @@ class Trace {
     const all = sizeOf(this.hops[0].row, 0, this.L);
     while (this.hops.length <= MOST_HOPS) {
       const weights = this.#followed(this.hops.at(-1).row);
-      const sum = [...weights.values()].reduce((a, b) => a + b, 0);
+      const sum = added([...weights.values()]);
       if (sum < LEAST * all) return;
       this.hops.push(this.#step(weights, true));
     }
@@ -265,7 +259,7 @@ class Trace {
     const { ways } = this.hops[0];
     for (const part of ways.has(TOGETHER) ? this.picked : []) weights[part] += 1 / this.picked.length;
     for (const [part, parts] of ways) {
-      if (part !== TOGETHER) weights[part] += parts.sizes.reduce((sum, size) => sum + size, 0) / (this.totals[0] || 1);
+      if (part !== TOGETHER) weights[part] += added(parts.sizes) / (this.totals[0] || 1);
     }
     return weights;
   }

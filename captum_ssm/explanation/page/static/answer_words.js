@@ -1,5 +1,5 @@
 // What a span of the answer rests on, as a sentence.
-import { element } from "./dom.js";
+import { added, element } from "./dom.js";
 import { percent, quoted, abridged } from "./format.js";
 
 const QUOTED_LETTERS = 64; // letters of a quoted sentence
@@ -21,7 +21,7 @@ export function restsOn(trace, hop, what) {
 
 function shares(trace, hop, what) {
   const [prompt, ...others] = trace.shares(hop);
-  const own = others.reduce((sum, { share }) => sum + share, 0);
+  const own = added(others, ({ share }) => share);
   const parts = new Parts(trace, hop);
   if (hop === "all") return followed(prompt, own, parts, what);
   const start = hop === "0" ? null

@@ -6,12 +6,7 @@ const PLAIN = ["ink", "paper", "soft", "faint", "line", "sunken", "focus", "ui",
 
 export class Colors {
   constructor(root) {
-    this.root = root;
-    this.update();
-  }
-
-  update() {
-    const style = getComputedStyle(this.root);
+    const style = getComputedStyle(root);
     const read = (name) => style.getPropertyValue(`--${name}`).trim();
     for (const name of PLAIN) this[name] = read(name);
     const ink = rgb(this.ink);
@@ -27,6 +22,11 @@ export class Colors {
   of(value, limit) {
     const step = Math.round((Math.abs(value) / limit) * STEPS);
     return this.ramps[value < 0 ? "against" : "for"][clamp(step || 0, 0, STEPS)];
+  }
+
+  // The one color of a bar, by its sign.
+  side(value) {
+    return this.of(Math.sign(value), 1.4).css;
   }
 
   // On a picture zero is transparent, and opacity rises early, so that weak relevance shows.

@@ -1,6 +1,7 @@
 // What the listed examples have in common: their answers, and the tokens that matter on average.
+import { ofWhole, styled } from "./bars.js";
 import { tally } from "./examples.js";
-import { element, fill } from "./dom.js";
+import { added, element, fill, tableParts, tableRow } from "./dom.js";
 import { count, name, percent, signed, visible } from "./format.js";
 
 const MOST = 12;
@@ -37,7 +38,7 @@ export class Common {
         : table(["token", "", "examples", "mean share", "mean relevance"],
           entries.map(({ text, number, share, value }) => [
             linked(text, () => page.set({ find: text })),
-            tallied(share / largest, page.colors.of(Math.sign(value), 1.4).css),
+            tallied(share / largest, page.colors.side(value)),
             String(number), percent(share), signed(value),
           ])));
   }
@@ -71,18 +72,9 @@ function tokens(examples, { method, values, showsOwn }) {
 }
 
 const mean = (values) => (values.some((value) => value === null) ? "·"
-  : percent(values.reduce((sum, value) => sum + value, 0) / values.length));
+  : percent(added(values) / values.length));
 const linked = (text, act) => element("button", { type: "button", class: "link token", onclick: act }, text);
 
-function tallied(share, color) {
-  const mark = element("i");
-  mark.style.width = `${100 * share}%`;
-  if (color) mark.style.backgroundColor = color;
-  return element("span", { class: "tally" }, mark);
-}
-
-function table(heads, rows) {
-  return element("table", {},
-    element("thead", {}, element("tr", {}, heads.map((head) => element(head ? "th" : "td", {}, head)))),
-    element("tbody", {}, rows.map((cells) => element("tr", {}, cells.map((cell) => element("td", {}, cell))))));
-}
+const tallied = (share, backgroundColor) =>
+  element("span", { class: "tally" }, styled("i", { width: ofWhole(share), backgroundColor }));
+const table = (heads, rows) => element("table", {}, tableParts(heads, rows.map((cells) => tableRow(cells))));

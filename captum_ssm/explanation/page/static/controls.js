@@ -1,5 +1,5 @@
 // Controls that stay in place while the page changes, so that the keyboard's focus does too.
-import { clamp, element, fill, hasModifier } from "./dom.js";
+import { clamp, element, fill, hasModifier, taken } from "./dom.js";
 import { term } from "./words.js";
 
 // One of several options. Arrow keys move and choose, as in every group of radio buttons.
@@ -46,8 +46,7 @@ export class Choice {
       ArrowLeft: at - 1, ArrowUp: at - 1, ArrowRight: at + 1, ArrowDown: at + 1, Home: 0, End: last,
     }[event.key];
     if (to === undefined || at < 0 || hasModifier(event)) return;
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
     const button = this.buttons[clamp(to, 0, last)];
     button.focus();
     button.click();

@@ -1,5 +1,5 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
-import { range } from "./dom.js";
+import { added, range } from "./dom.js";
 import { FlowGraph } from "./flow_graph.js";
 import { count, listed, plain, visible } from "./format.js";
 
@@ -421,7 +421,7 @@ class Relevance {
     this.everything = parts.reduce((sum, part) => sum + size(part), Math.abs(apart)) || 1;
     this.ownShare = this.own < 0 ? 0 : size(this.own) / this.everything;
     const shown = parts.filter((part) => !this.hidden.has(part));
-    this.total = shown.reduce((sum, part) => sum + size(part), 0) || 1;
+    this.total = added(shown, size) || 1;
     this.shown = shown.length;
     const least = hidden.share * this.total;
     this.order = shown.filter((part) => size(part) >= least).sort((a, b) => size(b) - size(a));
@@ -437,13 +437,19 @@ class Relevance {
   of(parts) {
     const shown = parts.filter((part) => part <= this.read && !this.hidden.has(part));
     return {
-      share: shown.reduce((sum, part) => sum + this.share(part), 0),
-      sum: shown.reduce((sum, part) => sum + this.values[part], 0),
+      share: added(shown, (part) => this.share(part)),
+      sum: added(shown, (part) => this.values[part]),
     };
   }
 
   share(part) {
     return Math.abs(this.values[part]) / this.total;
+  }
+
+  // Where keys lead from a part: to the next smaller one and the next larger one, or stay at `at`.
+  steps(part, at) {
+    const rank = this.ranks.get(part) ?? -1;
+    return { n: this.order[rank + 1] ?? at, N: this.order[Math.max(0, rank - 1)] ?? at };
   }
 }
 

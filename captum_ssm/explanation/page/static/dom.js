@@ -28,9 +28,25 @@ export function fill(node, ...children) {
   node.replaceChildren(...present(children));
 }
 
+// The head and the body of a table; a column without a name has an empty cell there.
+export const tableParts = (heads, rows) => [
+  element("thead", {}, element("tr", {},
+    heads.map((head) => (head ? element("th", { scope: "col" }, head) : element("td"))))),
+  element("tbody", {}, rows),
+];
+export const tableRow = (cells, properties = {}) =>
+  element("tr", properties, cells.map((cell) => element("td", {}, cell)));
+
 export const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+export const added = (list, of = (x) => x) => list.reduce((sum, item) => sum + of(item), 0);
 export const range = (count) => Array.from({ length: count }, (_, k) => k);
 export const hasModifier = (event) => event.ctrlKey || event.metaKey || event.altKey;
+
+// What was pressed is for this place alone.
+export function taken(event) {
+  event.preventDefault();
+  event.stopPropagation();
+}
 
 // A canvas of the size at which it is laid out, and its context in CSS pixels.
 export function brush(canvas) {

@@ -1,7 +1,7 @@
 // The section of the circuit: the path in a sentence, its picture, how much the edges carry, and what
 // arrives and leaves where one points.
 import { Toggle } from "./controls.js";
-import { element, fill, hasModifier } from "./dom.js";
+import { element, fill, hasModifier, taken } from "./dom.js";
 import { FlowCurve } from "./flow_curve.js";
 import { FLOW_START, FLOW_SWITCHES, bySize, largestHead, spot } from "./flow_graph.js";
 import { FlowLedger } from "./flow_ledger.js";
@@ -186,8 +186,7 @@ export class Flow {
     }[key];
     if (!act || (key === "p" && !this.path)) return;
     act();
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
   }
 
   #walk(id, event) {
@@ -213,7 +212,6 @@ export class Flow {
     if (event.key === "Enter" || event.key === " ") page.set({ at: this.chosen === id ? "" : id });
     else if (go) picture.focus(go()?.id);
     else return;
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
   }
 }

@@ -1,5 +1,5 @@
 // The circuit of one answer: tokens between layers, what they read from each other, and what of it is shown.
-import { range } from "./dom.js";
+import { added, range } from "./dom.js";
 import { signed } from "./format.js";
 
 export const { abs, max, min } = Math;
@@ -15,7 +15,6 @@ export const FLOW_START = { edges: 0, path: -1, at: "" };
 export const FLOW_SWITCHES = { pos: 1, neg: 1, kept: 1, heads: 0, fold: 1 };
 
 export const spot = (stage, token) => `${stage}:${token}`;
-export const added = (list, of = (x) => x) => list.reduce((sum, item) => sum + of(item), 0);
 export const bySize = (a, b) => abs(b.value) - abs(a.value);
 
 export class FlowGraph {

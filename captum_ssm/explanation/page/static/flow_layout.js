@@ -1,7 +1,7 @@
 // Where a circuit's nodes and edges are drawn. All widths are to one scale, so that what arrives at a
 // node is as wide as what leaves it. The text is at the bottom, the answer at the top.
-import { clamp } from "./dom.js";
-import { abs, added, max, min } from "./flow_graph.js";
+import { added, clamp } from "./dom.js";
+import { abs, max, min } from "./flow_graph.js";
 
 const THINNEST_LINE = 1.2;
 const [ABOVE_GRAPH, BELOW_GRAPH] = [54, 62]; // room for the answer, and for the names of tokens

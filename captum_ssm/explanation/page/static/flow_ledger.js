@@ -1,6 +1,7 @@
 // What arrives at a node and what leaves it, or what an edge is made of: a table that adds up.
-import { element, fill } from "./dom.js";
-import { abs, added, bySize, max } from "./flow_graph.js";
+import { sidedBar } from "./bars.js";
+import { added, element, fill } from "./dom.js";
+import { abs, bySize, max } from "./flow_graph.js";
 import { PARTS, flowTitle, layersNamed, shareOf } from "./flow_words.js";
 import { quoted, signed, visible } from "./format.js";
 
@@ -72,17 +73,9 @@ export class FlowLedger {
     const most = max(1e-9, ...rows.map(([, value]) => abs(value)));
     return element("table", {}, element("caption", {}, caption), element("tbody", {},
       rows.map(([label, value, kind]) => element("tr", { class: kind },
-        element("th", { scope: "row" }, label), element("td", { class: "bar-cell" }, this.#bar(value, most)),
+        element("th", { scope: "row" }, label), element("td", { class: "bar-cell" }, sidedBar(value / most, this.page.colors)),
         element("td", {}, signed(value)))),
       element("tr", { class: "total" }, element("th", { scope: "row" }, "together"), element("td"),
         element("td", {}, signed(total)))));
-  }
-
-  #bar(value, most) {
-    const mark = element("i");
-    mark.style.width = `${(50 * abs(value)) / most}%`;
-    mark.style[value < 0 ? "right" : "left"] = "50%";
-    mark.style.backgroundColor = this.page.colors.of(Math.sign(value), 1.4).css;
-    return element("span", { class: "bar" }, mark);
   }
 }

@@ -37,10 +37,10 @@ export class FlowStrip {
 
   // The column nearest to the token that is clicked.
   #go({ clientX }) {
-    const { graph, view, scroller, picture } = this.picture;
+    const { graph, view, scroller } = this.picture;
     const { left } = scroller.getBoundingClientRect();
     const token = ((clientX - left) / scroller.clientWidth) * graph.tokens.length - 0.5;
     const near = view.tokens.reduce((a, b) => (abs(b - token) < abs(a - token) ? b : a));
-    if (picture) this.picture.focus(spot(0, near));
+    this.picture.focus(spot(0, near));
   }
 }

@@ -1,4 +1,5 @@
 // Where the page is shown: a browser, or a notebook with a theme of its own.
+import { element } from "./dom.js";
 
 const DARK = "(prefers-color-scheme: dark)";
 
@@ -9,6 +10,19 @@ export function hostIsDark() {
   if (vscodeThemeKind) return !vscodeThemeKind.endsWith("light");
   const colab = document.documentElement.getAttribute("theme");
   return colab ? colab === "dark" : matchMedia(DARK).matches;
+}
+
+export const themeButton = (told, flip) =>
+  element("button", { type: "button", ...told, "aria-label": "Dark mode", onclick: flip }, "◐");
+
+// The state, in the address.
+export function writeAddress(entries, way = "replaceState") {
+  const hash = new URLSearchParams(entries).toString();
+  try {
+    history[way](null, "", hash ? `#${hash}` : location.pathname + location.search);
+  } catch {
+    // A frame without an address of its own: the state is kept in memory.
+  }
 }
 
 // Calls back when the host's theme changes, until the signal is aborted.

@@ -1,69 +1,32 @@
 // A picture, or the frames of a video, with relevance over it: patches or pixels.
-import { brush, clamp, element, hasModifier, range, raster } from "./dom.js";
-import { digits } from "./format.js";
+import { CanvasPanel } from "./canvas_panel.js";
+import { brush, clamp, range, raster } from "./dom.js";
 
 const WIDEST = 720;
 const TALLEST = 620;
 const BETWEEN = 8; // frames
 const NUMBERED = 40; // pixels of a frame that has room for its number
 
-export class ImagePanel {
+export class ImagePanel extends CanvasPanel {
   constructor(page, panel) {
-    this.page = page;
-    this.example = page.view.example;
-    this.unit = page.view.unit;
-    this.canvas = element("canvas", {
-      class: "picture",
-      role: "img",
-      tabindex: 0,
-      "aria-label": `${this.example.frames > 1 ? "Video" : "Picture"}, ${panel.method.title}: ` +
-        "arrow keys move, N goes to the next largest",
-      onpointermove: (event) => page.point(this.#partAt(event), this),
-      onpointerdown: (event) => page.point(this.#partAt(event), this),
-      onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
-      onblur: () => page.point(-1),
-      onkeydown: (event) => this.#key(event),
-    });
-    this.note = element("span", { class: "quiet" });
-    this.node = element("section", { class: "panel" },
-      panel.title && element("header", {}, panel.title, this.note), this.canvas);
+    super(page, panel, { kind: "picture", name: page.view.example.frames > 1 ? "Video" : "Picture" });
     this.picture = colored(this.example.pixels);
-    this.gray = null;
-    this.drawGray = () => grayed(this.example.pixels, page.theme === "dark");
   }
 
   update(panel) {
-    this.panel = panel;
     const { relevance, limit } = panel;
     const { slices, rows, columns } = this.unit;
     if (this.grayTheme !== this.page.theme) {
-      this.gray = this.drawGray();
+      this.gray = grayed(this.example.pixels, this.page.theme === "dark");
       this.grayTheme = this.page.theme;
     }
     this.overlay = raster(columns, slices * rows, (part) =>
       relevance.has(part) ? this.page.colors.over(relevance.values[part], limit) : [0, 0, 0, 0]);
-    this.note.textContent = `scale ±${digits(limit)}`;
-    this.draw();
+    super.update(panel);
   }
-
-  dispose() {}
-  print() {}
-  describe() {}
 
   mark() {
     this.draw();
-  }
-
-  reveal() {
-    this.canvas.scrollIntoView({ block: "nearest" });
-  }
-
-  scroll = 0;
-
-  anchor(part) {
-    const box = this.canvas.getBoundingClientRect();
-    const { x, y, width, height } = this.#cells(part)[0];
-    return new DOMRect(box.x + x, box.y + y, width, height);
   }
 
   // Where a part lies in the picture, whose frames lie one below the other.
@@ -102,7 +65,8 @@ export class ImagePanel {
       if (grid && values.grid) drawGrid(context, [x, y, width, height], grid[1], grid[2]);
       if (frames > 1) this.#drawNumber(context, frame, x, y);
     }
-    if (this.page.pointed >= 0) this.#framePart(context, this.page.pointed);
+    const { pointed, colors } = this.page;
+    for (const area of pointed < 0 ? [] : this.areas(pointed)) framePart(context, area, colors.focus);
   }
 
   // Frames in as many columns as make them largest.
@@ -144,10 +108,6 @@ export class ImagePanel {
     context.fillText(String(frame), x + 4, y + 3);
   }
 
-  #framePart(context, part) {
-    for (const cell of this.#cells(part)) framePart(context, cell, this.page.colors.focus);
-  }
-
   #place(part) {
     const { rows, columns } = this.unit;
     const slice = Math.floor(part / (rows * columns));
@@ -155,7 +115,7 @@ export class ImagePanel {
   }
 
   // Where a part is drawn: once in each of its frames.
-  #cells(part) {
+  areas(part) {
     const { slices, rows, columns } = this.unit;
     const { frames } = this.example;
     const { slice, row, column } = this.#place(part);
@@ -167,7 +127,7 @@ export class ImagePanel {
       });
   }
 
-  #partAt(event) {
+  partAt(event) {
     const box = this.canvas.getBoundingClientRect();
     const { slices, rows, columns } = this.unit;
     const { frames } = this.example;
@@ -183,34 +143,15 @@ export class ImagePanel {
     return (slice * rows + row) * columns + column;
   }
 
-  #key(event) {
-    if (hasModifier(event)) return;
-    const { relevance } = this.panel;
-    const { count, columns, rows: inSlice, slices } = this.unit;
-    const rows = slices * inSlice;
-    const { pointed } = this.page;
-    const at = pointed < 0 ? 0 : pointed;
+  steps(at) {
+    const { columns, rows: inSlice, slices } = this.unit;
     const [row, column] = [Math.floor(at / columns), at % columns];
-    const rank = relevance.ranks.get(pointed) ?? -1;
     const move = (down, right) =>
-      clamp(row + down, 0, rows - 1) * columns + clamp(column + right, 0, columns - 1);
-    const to = {
-      ArrowLeft: move(0, -1),
-      ArrowRight: move(0, 1),
-      ArrowUp: move(-1, 0),
-      ArrowDown: move(1, 0),
-      PageUp: move(-inSlice, 0),
-      PageDown: move(inSlice, 0),
-      Home: 0,
-      End: count - 1,
-      n: relevance.order[rank + 1] ?? at,
-      N: relevance.order[Math.max(0, rank - 1)] ?? at,
-    }[event.key];
-    if (to !== undefined) this.page.point(to, this, { aloud: true });
-    else if (event.key === "Escape") this.page.point(-1);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
+      clamp(row + down, 0, slices * inSlice - 1) * columns + clamp(column + right, 0, columns - 1);
+    return {
+      ArrowLeft: move(0, -1), ArrowRight: move(0, 1), ArrowUp: move(-1, 0), ArrowDown: move(1, 0),
+      PageUp: move(-inSlice, 0), PageDown: move(inSlice, 0),
+    };
   }
 }
 

@@ -1,6 +1,6 @@
 // An image among the words of a text, with the relevance of its tokens over it; of a sound, and where
 // the places of tokens are not known, a strip of them.
-import { brush, clamp, element, fill, raster } from "./dom.js";
+import { brush, clamp, element, raster } from "./dom.js";
 import { percent, signed, visible } from "./format.js";
 import { colored, drawGrid, framePart, grayed } from "./image.js";
 

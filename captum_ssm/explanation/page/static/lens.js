@@ -1,4 +1,5 @@
 // What the model would put out after each layer: the logit lens.
+import { ofWhole, styled } from "./bars.js";
 import { element, fill } from "./dom.js";
 import { likely, token } from "./format.js";
 
@@ -19,11 +20,7 @@ export class Lens {
     const { id, text } = answers[state.pick.answer];
     fill(this.table, lens.map((layer, k) => element("tr", {},
       element("th", { scope: "row" }, k === lens.length - 1 ? `${k} · last` : String(k)),
-      layer.map((answer) => {
-        const cell = element("td", { class: answer.text === text ? "same" : "" },
-          token(answer.text), element("small", {}, likely(answer)), element("i", {}, element("b")));
-        cell.querySelector("b").style.width = `${100 * answer.p}%`;
-        return cell;
-      }))));
+      layer.map((answer) => element("td", { class: answer.text === text ? "same" : "" }, token(answer.text),
+        element("small", {}, likely(answer)), element("i", {}, styled("b", { width: ofWhole(answer.p) })))))));
   }
 }

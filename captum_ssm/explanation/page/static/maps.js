@@ -1,6 +1,6 @@
 // Maps: which token reads how much of which, as thumbnails, and one of them large.
 import { Rows, quantile } from "./data.js";
-import { brush, clamp, element, fill, hasModifier, range, raster } from "./dom.js";
+import { added, brush, clamp, element, fill, hasModifier, range, raster, taken } from "./dom.js";
 import { digits, name, percent, signed, token, visible } from "./format.js";
 
 const MOST_CELLS = 512;
@@ -15,7 +15,7 @@ class Grid {
     // Cells that no query reads are gray, unless the model reads in both directions.
     const later = (row, r) => row.some((value, column) => value && column * pool > queries[r]);
     this.isCausal = !rows.some(later);
-    this.sums = rows.map((row) => row.reduce((sum, value) => sum + Math.abs(value), 0) || 1);
+    this.sums = rows.map((row) => added(row, Math.abs) || 1);
   }
 
   isUnread(row, column) {
@@ -71,7 +71,7 @@ export class Maps {
   constructor(page) {
     this.page = page;
     this.groups = element("div", { class: "thumbnails" });
-    this.viewer = new MapViewer(page, this);
+    this.viewer = new MapViewer(page);
     this.node = element("section", { class: "maps" },
       element("h2", { class: "label", "data-word": "maps" }, "Maps"), this.groups, this.viewer.node);
     // With many layers, only the thumbnails in view are drawn.
@@ -438,8 +438,7 @@ class MapViewer {
     else if (event.key === "Enter") this.#choose();
     else if (event.key === "Escape") this.page.set({ map: "" });
     else return;
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
   }
 
   #step([down, right]) {

@@ -8,10 +8,10 @@ import { Common } from "./common.js";
 import { Example, limit } from "./data.js";
 import { clamp, element, hasModifier } from "./dom.js";
 import { Examples } from "./examples.js";
-import { count, visible } from "./format.js";
+import { visible } from "./format.js";
 import { Flow } from "./flow.js";
 import { Help } from "./help.js";
-import { hostIsDark, watchHost } from "./host.js";
+import { hostIsDark, themeButton, watchHost } from "./host.js";
 import { Legend } from "./legend.js";
 import { Lens } from "./lens.js";
 import { Maps } from "./maps.js";
@@ -77,8 +77,7 @@ class Page {
     const { data } = this;
     const set = (key) => (value) => this.set({ [key]: value });
     this.about = element("span", { class: "quiet" });
-    this.themeButton = element("button", { type: "button", "data-word": "theme",
-      "aria-label": "Dark mode", onclick: () => this.#flipTheme() }, "◐");
+    this.themeButton = themeButton({ "data-word": "theme" }, () => this.#flipTheme());
     this.help = new Help(data);
     const helpButton = element("button", { type: "button", "data-word": "help",
       "aria-label": "Words, marks and keys", onclick: () => this.help.show() }, "?");

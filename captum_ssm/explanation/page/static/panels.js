@@ -16,10 +16,6 @@ export class Panels {
     return this.panels[0].drawn;
   }
 
-  get shown() {
-    return this.panels;
-  }
-
   // Where the stage begins in the window.
   get top() {
     return this.node.getBoundingClientRect().top;

@@ -1,4 +1,5 @@
 // What can be chosen: outputs, answers at one of them, and what an answer is contrasted with.
+import { ofWhole, styled } from "./bars.js";
 import { Choice } from "./controls.js";
 import { center, element, hasModifier } from "./dom.js";
 import { likely, name, token } from "./format.js";
@@ -71,8 +72,6 @@ function chip({ example, values, second, pick: chosen }, pick) {
   const mark = isPinned ? "B" : isFirst ? "A" : null;
   const output = example.outputs[pick.output];
   const about = example.about(output);
-  const bar = element("b");
-  bar.style.width = `${100 * (answer.p ?? 0)}%`;
   return {
     value: String(pick.output),
     className: isPinned ? "second" : null,
@@ -81,7 +80,7 @@ function chip({ example, values, second, pick: chosen }, pick) {
     content: [
       about ? [element("small", {}, name(about)), " "] : null,
       token(answer.text), element("small", {}, likely(answer)),
-      answer.p !== null && element("i", {}, bar), mark && element("em", {}, mark),
+      answer.p !== null && element("i", {}, styled("b", { width: ofWhole(answer.p) })), mark && element("em", {}, mark),
     ],
   };
 }

@@ -1,5 +1,5 @@
 // What is known of one part, in the tooltip and for those who listen.
-import { element, range } from "./dom.js";
+import { element, range, tableRow } from "./dom.js";
 import { name, percent, plain, signed, token, visible } from "./format.js";
 
 const LONGEST = 120;
@@ -10,8 +10,7 @@ export class Reading {
   }
 
   content(part) {
-    const rows = this.#rows(part).map((cells) =>
-      element("tr", {}, cells.map((text) => element("td", {}, text))));
+    const rows = this.#rows(part).map((cells) => tableRow(cells));
     const notes = this.#notes(part).map((text) => element("div", { class: "quiet" }, text));
     return [element("div", {}, this.#name(part)), element("table", {}, rows), notes];
   }
@@ -23,7 +22,7 @@ export class Reading {
   }
 
   #rows(part) {
-    return this.page.panels.shown.map((panel) => this.#row(panel, part));
+    return this.page.panels.panels.map((panel) => this.#row(panel, part));
   }
 
   #row({ method, pick, relevance }, part) {

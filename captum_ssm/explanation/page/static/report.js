@@ -1,9 +1,9 @@
 // A report: what many explained examples have in common, and how they differ.
 import { Colors } from "./colors.js";
 import { Choice } from "./controls.js";
-import { element, fill, hasModifier } from "./dom.js";
+import { element, fill, hasModifier, tableParts } from "./dom.js";
 import { count, percent, visible } from "./format.js";
-import { hostIsDark, watchHost } from "./host.js";
+import { hostIsDark, themeButton, watchHost, writeAddress } from "./host.js";
 import { openPage } from "./page.js";
 import { differenceBars, placeColumns, shareBars } from "./report_bars.js";
 import { Cloud, pointTold } from "./report_cloud.js";
@@ -72,12 +72,8 @@ class ReportPage {
   set(change, { isStep = false } = {}) {
     Object.assign(this.values, change);
     const { defaults } = this;
-    const hash = new URLSearchParams(Object.entries(this.values).filter(([key, value]) => value !== defaults[key])).toString();
-    try {
-      history[isStep ? "pushState" : "replaceState"](null, "", hash ? `#${hash}` : location.pathname + location.search);
-    } catch {
-      // A frame without an address of its own: the state is kept in memory.
-    }
+    const changed = Object.entries(this.values).filter(([key, value]) => value !== defaults[key]);
+    writeAddress(changed, isStep ? "pushState" : "replaceState");
     this.update();
   }
 
@@ -111,8 +107,7 @@ class ReportPage {
   #build() {
     const { data } = this;
     const set = (key) => (value) => this.set({ [key]: value });
-    this.themeButton = element("button", { type: "button", "aria-label": "Dark mode", "data-tip": "Dark or light (d)",
-      onclick: () => this.#flipTheme() }, "◐");
+    this.themeButton = themeButton({ "data-tip": "Dark or light (d)" }, () => this.#flipTheme());
     this.sentence = element("h2", { class: "question" });
     this.facts = element("p", { class: "quiet" });
     this.kinds = new Choice("units", set("kind"), { caption: null, label: "What carries relevance" });
@@ -244,8 +239,7 @@ class ReportPage {
     const rows = data.slices.map((part, k) => [part, String(k)]).filter(([part]) => part.by === values.by);
     const heads = ["", "examples", this.hasRight && "right", "start to end", "gives more to"].filter((head) => head !== false);
     fill(this.slices, element("table", { class: "slices" },
-      element("thead", {}, element("tr", {}, heads.map((head) => element(head ? "th" : "td", head ? { scope: "col" } : {}, head)))),
-      element("tbody", {}, rows.map(([part, k]) => sliceRow(part, data.shares, values.slice === k, { hasRight: this.hasRight,
+      tableParts(heads, rows.map(([part, k]) => sliceRow(part, data.shares, values.slice === k, { hasRight: this.hasRight,
         choose: () => this.set({ slice: values.slice === k ? "" : k }) })))));
     fill(this.apart, slice
       ? [element("h3", {}, `What sets ${visible(slice.name)} apart`),

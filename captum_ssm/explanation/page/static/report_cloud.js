@@ -1,5 +1,5 @@
 // All examples as points: those that look at the same words and places lie close together.
-import { brush, element } from "./dom.js";
+import { brush, element, range } from "./dom.js";
 import { name, percent } from "./format.js";
 
 export class Cloud {
@@ -33,7 +33,7 @@ export class Cloud {
         context.fill();
       }
     };
-    const order = this.lines.keys().toArray?.() ?? [...this.lines.keys()];
+    const order = range(this.lines.length);
     context.globalAlpha = 0.55;
     for (const k of order) if (!isIn(this.lines[k])) dot(k, colors.faint);
     context.globalAlpha = 0.75;

@@ -1,5 +1,5 @@
 // Every example in a table that is searched and sorted; some of them open.
-import { element, fill } from "./dom.js";
+import { element, fill, tableParts, tableRow } from "./dom.js";
 import { count, name, percent, visible } from "./format.js";
 
 const LINES_AT_ONCE = 25;
@@ -44,17 +44,16 @@ export class LineList {
     const { hasRight, hasChange, hasGroups, data } = report;
     const heads = ["row", "text", "explained", hasRight && "predicted", "probability", hasGroups && "group",
       ...data.columns, "distance", hasChange && "moved"].filter(Boolean);
-    fill(this.table, element("thead", {}, element("tr", {}, heads.map((head) => element("th", { scope: "col" }, visible(head))))),
-      element("tbody", {}, lines.slice(0, most).map((line) => element("tr", { class: line.right === false && "wrong" },
-        [
-          report.texts.has(line.index)
-            ? element("button", { type: "button", class: "link", "aria-label": `Open example ${line.index}`, onclick: () => report.open(line.index) }, String(line.index))
-            : String(line.index),
-          visible(line.text), name(line.target), hasRight && (line.prediction === null ? "right" : name(line.prediction)),
-          line.p === null ? "·" : percent(line.p), hasGroups && visible(line.group ?? "·"),
-          ...data.columns.map((column) => visible(String(line[`column ${column}`] ?? "·"))),
-          line.distance.toFixed(2), hasChange && (line.moved === null ? "·" : percent(line.moved) + (line.flipped ? ", flipped" : "")),
-        ].filter((cell) => cell !== false).map((cell) => element("td", {}, cell))))));
+    fill(this.table, tableParts(heads.map(visible), lines.slice(0, most).map((line) => tableRow(
+      [
+        report.texts.has(line.index)
+          ? element("button", { type: "button", class: "link", "aria-label": `Open example ${line.index}`, onclick: () => report.open(line.index) }, String(line.index))
+          : String(line.index),
+        visible(line.text), name(line.target), hasRight && (line.prediction === null ? "right" : name(line.prediction)),
+        line.p === null ? "·" : percent(line.p), hasGroups && visible(line.group ?? "·"),
+        ...data.columns.map((column) => visible(String(line[`column ${column}`] ?? "·"))),
+        line.distance.toFixed(2), hasChange && (line.moved === null ? "·" : percent(line.moved) + (line.flipped ? ", flipped" : "")),
+      ].filter((cell) => cell !== false), { class: line.right === false && "wrong" }))));
     this.more.hidden = lines.length <= most;
   }
 }

@@ -1,18 +1,17 @@
 // The slices of a corpus, a row each, and what the corpus tells in one sentence.
-import { element, range } from "./dom.js";
+import { ofWhole, styled } from "./bars.js";
+import { added, element, range } from "./dom.js";
 import { count, name, percent, quoted, visible } from "./format.js";
 
 export const SLICED_BY = { group: "Where they look", prediction: "Right and wrong", target: "Answer" };
 export const slicedBy = (by) => SLICED_BY[by] ?? visible(by === "column" ? "Column" : by);
 
-const sumOfShares = (entries) => entries.reduce((sum, [, , share]) => sum + share, 0);
-
 // The fewest tenths in a row that hold half of the relevance.
 export function halfOf(entries) {
   const shares = range(10).map((k) => entries.find(([key]) => key === k)?.[2] ?? 0);
-  const half = sumOfShares(entries) / 2;
+  const half = added(entries, ([, , share]) => share) / 2;
   for (const width of range(10).map((k) => k + 1)) {
-    const sums = range(11 - width).map((first) => shares.slice(first, first + width).reduce((a, b) => a + b, 0));
+    const sums = range(11 - width).map((first) => added(shares.slice(first, first + width)));
     const first = sums.indexOf(Math.max(...sums));
     if (sums[first] >= half - 1e-9) return { first, end: first + width, share: sums[first] / (2 * half || 1) };
   }
@@ -36,11 +35,7 @@ export function corpusSentence(shares, units) {
 export function sliceRow(part, shares, isChosen, { hasRight, choose }) {
   const tenths = range(10).map((k) => part.shares.tenth.find(([key]) => key === k)?.[2] ?? 0);
   const top = Math.max(...tenths, 1e-9);
-  const marks = tenths.map((share) => {
-    const mark = element("i");
-    mark.style.height = `${(100 * share) / top}%`;
-    return mark;
-  });
+  const marks = tenths.map((share) => styled("i", { height: ofWhole(share, top) }));
   const more = part.apart.filter(([kind, , , , low]) => low > 0 && !["tenth", "layer"].includes(kind)).slice(0, 4);
   return element("tr", { class: isChosen && "chosen" },
     element("td", {}, element("button", { type: "button", class: "link", "aria-pressed": String(isChosen), onclick: choose }, visible(part.name))),

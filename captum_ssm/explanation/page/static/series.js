@@ -1,7 +1,8 @@
 // A series: one lane per feature, its line over the relevance of each time step, and its total.
 // A row of a table has the same lanes, of one value each.
-import { brush, clamp, element, hasModifier, range } from "./dom.js";
-import { digits, plain, signed, visible } from "./format.js";
+import { CanvasPanel } from "./canvas_panel.js";
+import { brush, clamp, element, range } from "./dom.js";
+import { plain, signed, visible } from "./format.js";
 
 const LANES = { least: 16, most: 92, few: 150, table: 26, all: 620 }; // pixels
 const GAP = 6;
@@ -12,63 +13,27 @@ const CELL = 88; // of a table's value
 const NARROW = 520;
 const WITH_RANGE = 40; // lanes that have room for the least and the largest value
 
-export class SeriesPanel {
+export class SeriesPanel extends CanvasPanel {
   constructor(page, panel) {
-    this.page = page;
-    this.example = page.view.example;
-    this.unit = page.view.unit;
-    const { isTable } = this.example;
-    this.canvas = element("canvas", {
-      class: "series",
-      role: "img",
-      tabindex: 0,
-      "aria-label": `${isTable ? "Row of a table" : "Series"}, ${panel.method.title}: ` +
-        "arrow keys move, N goes to the next largest",
-      onpointermove: (event) => page.point(this.#partAt(event), this),
-      onpointerdown: (event) => page.point(this.#partAt(event), this),
-      onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
-      onblur: () => page.point(-1),
-      onkeydown: (event) => this.#key(event),
-    });
-    this.note = element("span", { class: "quiet" });
-    this.node = element("section", { class: "panel" },
-      panel.title && element("header", {}, panel.title, this.note),
-      element("div", { class: "lanes" },
+    const { isTable } = page.view.example;
+    super(page, panel, { kind: "series", name: isTable ? "Row of a table" : "Series",
+      above: element("div", { class: "lanes" },
         element("span", { class: "label", "data-word": isTable ? "cells" : "lanes" }, isTable ? "Value" : "Over time"),
-        element("span", { class: "label", "data-word": "total" }, isTable ? "Relevance" : "Total")),
-      this.canvas);
+        element("span", { class: "label", "data-word": "total" }, isTable ? "Relevance" : "Total")) });
   }
 
   update(panel) {
-    this.panel = panel;
     const { method, pick, against } = panel;
     const { units } = this.example;
     this.totals = this.example.relevance(method, pick, against, units.feature, { share: 0 }).values;
-    this.note.textContent = `scale ±${digits(panel.limit)}`;
-    this.draw();
+    super.update(panel);
   }
-
-  dispose() {}
-  print() {}
-  describe() {}
 
   // The lanes stay as they are drawn; what is pointed at is drawn over them.
   mark() {
     const { context } = brush(this.canvas);
     context.drawImage(this.still, 0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
     if (this.page.pointed >= 0) this.#outline(context, this.page.pointed);
-  }
-
-  reveal() {
-    this.canvas.scrollIntoView({ block: "nearest" });
-  }
-
-  scroll = 0;
-
-  anchor(part) {
-    const box = this.canvas.getBoundingClientRect();
-    const { x, y, width, height } = this.#area(part);
-    return new DOMRect(box.x + x, box.y + y, width, height);
   }
 
   draw() {
@@ -218,7 +183,7 @@ export class SeriesPanel {
       const height = Math.min(10, lane - 4);
       context.fillStyle = colors.line;
       context.fillRect(zero - 0.5, top, 1, lane);
-      context.fillStyle = colors.of(Math.sign(value), 1.4).css;
+      context.fillStyle = colors.side(value);
       context.fillRect(Math.min(zero, zero + length), middle - height / 2, Math.abs(length), height);
     }
     context.font = `11px ${colors.ui}`;
@@ -241,7 +206,7 @@ export class SeriesPanel {
   }
 
   #outline(context, part) {
-    const { x, y, width, height } = this.#area(part);
+    const [{ x, y, width, height }] = this.areas(part);
     context.lineWidth = 2;
     context.strokeStyle = this.page.colors.focus;
     const wide = Math.max(4, width);
@@ -249,16 +214,16 @@ export class SeriesPanel {
   }
 
   // Where a part is drawn.
-  #area(part) {
+  areas(part) {
     const [step, feature] = this.#place(part);
     const { left, width, lane, foot, example: { size: [steps] } } = this;
     const across = step === null ? width : width / steps;
-    return {
+    return [{
       x: left + (step ?? 0) * across,
       y: (feature ?? 0) * (lane + GAP) + 1,
       width: across,
       height: (feature === null ? foot - GAP : lane) - 2,
-    };
+    }];
   }
 
   // The time step and the feature of a part, where it has one.
@@ -270,7 +235,7 @@ export class SeriesPanel {
   }
 
   // What lies under the pointer; in a column of several steps it is the one that gave the color.
-  #partAt(event) {
+  partAt(event) {
     const box = this.canvas.getBoundingClientRect();
     const [steps, features] = this.example.size;
     const columns = Math.min(steps, Math.max(1, Math.floor(this.width)));
@@ -281,30 +246,15 @@ export class SeriesPanel {
     return part < 0 ? this.unit.of[Math.floor((column * steps) / columns) * features + feature] : part;
   }
 
-  #key(event) {
-    if (hasModifier(event)) return;
-    const { relevance } = this.panel;
+  steps(part) {
     const [steps, features] = this.example.size;
-    const { pointed } = this.page;
-    const [step, feature] = this.#place(Math.max(pointed, 0)).map((place) => place ?? 0);
-    const rank = relevance.ranks.get(pointed) ?? -1;
+    const [step, feature] = this.#place(part).map((place) => place ?? 0);
     const at = (step, feature) =>
       this.unit.of[clamp(step, 0, steps - 1) * features + clamp(feature, 0, features - 1)];
-    const to = {
-      ArrowLeft: at(step - 1, feature),
-      ArrowRight: at(step + 1, feature),
-      ArrowUp: at(step, feature - 1),
-      ArrowDown: at(step, feature + 1),
-      Home: 0,
-      End: this.unit.count - 1,
-      n: relevance.order[rank + 1] ?? Math.max(pointed, 0),
-      N: relevance.order[Math.max(0, rank - 1)] ?? 0,
-    }[event.key];
-    if (to !== undefined) this.page.point(to, this, { aloud: true });
-    else if (event.key === "Escape") this.page.point(-1);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
+    return {
+      ArrowLeft: at(step - 1, feature), ArrowRight: at(step + 1, feature),
+      ArrowUp: at(step, feature - 1), ArrowDown: at(step, feature + 1),
+    };
   }
 }
 

@@ -1,4 +1,5 @@
 // The largest sources: each with its surroundings, value and share, and what all of it adds up to.
+import { sidedBar } from "./bars.js";
 import { Choice } from "./controls.js";
 import { brush, element, fill } from "./dom.js";
 import { percent, signed, token, visible } from "./format.js";
@@ -62,7 +63,7 @@ export class Sources {
       const share = relevance.has(part) ? percent(relevance.share(part)) : isRead ? "hidden" : "·";
       return element("span", { class: "numbers" },
         element("span", { class: "quiet" }, k || !example.isText ? "" : String(unit.bounds[part][0])),
-        bar(value / most, page.colors),
+        sidedBar(value / most, page.colors),
         element("span", {}, isRead ? signed(value) : "·"),
         element("span", {}, share));
     }));
@@ -115,12 +116,4 @@ function place(example, unit, part) {
   return element("span", { class: "what place" },
     example.isImage && element("canvas", { class: "crop" }),
     element("span", {}, name), end && element("span", { class: "end" }, end));
-}
-
-function bar(share, colors) {
-  const mark = element("i");
-  mark.style.backgroundColor = colors.of(Math.sign(share), 1.4).css;
-  mark.style.width = `${50 * Math.min(1, Math.abs(share))}%`;
-  mark.style[share < 0 ? "right" : "left"] = "50%";
-  return element("span", { class: "bar" }, mark);
 }

@@ -2,12 +2,14 @@
 import { range } from "./dom.js";
 import { FLOW_START, FLOW_SWITCHES } from "./flow_graph.js";
 import { name } from "./format.js";
+import { writeAddress } from "./host.js";
 
 export const QUANTILES = [50, 75, 90, 95, 98, 99, 99.5, 99.9, 100];
 export const LEAST_SHARES = [0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20];
 export const COUNTS = [5, 10, 20, 50];
 export const ORDERS = { given: "as given", high: "likeliest first", low: "least likely first" };
 export const VIEWS = { one: "One", all: "All methods", pair: "Two outputs" };
+const SWITCHES = ["last", "template", "gray", "grid", "summary"];
 
 export class State {
   constructor(data, examples, inAddress) {
@@ -104,15 +106,10 @@ export class State {
       min: LEAST_SHARES,
       k: COUNTS,
       own: ["", "0", "1"],
-      last: [0, 1],
-      template: [0, 1],
-      gray: [0, 1],
-      grid: [0, 1],
-      summary: [0, 1],
       sort: Object.keys(ORDERS),
       map: ["", ...this.mapIds],
       theme: ["", "light", "dark"],
-      ...Object.fromEntries(Object.keys(FLOW_SWITCHES).map((key) => [key, [0, 1]])),
+      ...Object.fromEntries([...SWITCHES, ...Object.keys(FLOW_SWITCHES)].map((key) => [key, [0, 1]])),
     };
     for (const [key, list] of Object.entries(allowed)) {
       if (!list.includes(values[key])) values[key] = defaults[key];
@@ -156,12 +153,7 @@ export class State {
       ([key, value]) => (value !== defaults[key] && !(key === "b" && values.view !== "pair"))
         || (key === "span" && value && values.t !== defaults.t),
     );
-    const hash = new URLSearchParams(changed).toString();
-    try {
-      history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
-    } catch {
-      // A frame without an address of its own: the state is kept in memory.
-    }
+    writeAddress(changed);
   }
 
   // Whether the picked span is one token, which has answers of its own to choose from.

@@ -1,9 +1,10 @@
 // The page of a state report: how long each layer keeps what is written, how full its state is along
 // a text, and which tokens fill it.
+import { barLine, ofWhole, styled, whisker } from "./bars.js";
 import { Choice } from "./controls.js";
-import { element, fill, hasModifier, svg } from "./dom.js";
+import { element, fill, hasModifier, svg, tableParts } from "./dom.js";
 import { count, digits, name, percent, visible } from "./format.js";
-import { hostIsDark, watchHost } from "./host.js";
+import { hostIsDark, themeButton, watchHost } from "./host.js";
 import { Tip } from "./tip.js";
 
 const STRIP = { width: 420, height: 22, edge: 6 };
@@ -24,8 +25,7 @@ export function openStates(parent, data) {
 class StatesPage {
   constructor(data) {
     Object.assign(this, { data, chosen: 0 });
-    this.themeButton = element("button", { type: "button", "aria-label": "Dark mode", "data-tip": "Dark or light (d)",
-      onclick: () => this.#setTheme(this.root.dataset.theme !== "dark") }, "◐");
+    this.themeButton = themeButton({ "data-tip": "Dark or light (d)" }, () => this.#setTheme(this.root.dataset.theme !== "dark"));
     this.layers = new Choice("view", (layer) => this.#choose(Number(layer)), { caption: null, label: "Layer" });
     this.table = element("div");
     this.plots = element("div", { class: "plots" });
@@ -94,8 +94,7 @@ class StatesPage {
         element("td", { class: "number" }, inTokens(medianOf(layer))),
         element("td", { class: "number" }, percent(layer.outlives)));
     });
-    return element("table", { class: "slices" },
-      element("thead", {}, element("tr", {}, heads.map((head) => element("th", { scope: "col" }, head)))), element("tbody", {}, rows));
+    return element("table", { class: "slices" }, tableParts(heads, rows));
   }
 
   #plot(measure) {
@@ -121,16 +120,10 @@ class StatesPage {
   #tokens(entries) {
     const top = Math.max(...entries.map(({ high, share }) => high ?? share), 1e-9);
     return element("ol", { class: "shares" }, entries.map(({ text, share, low, high, inputs, head }) => {
-      const [bar, whisker] = [element("i"), low !== null && element("b")];
-      bar.style.width = `${(100 * share) / top}%`;
-      if (whisker) {
-        whisker.style.left = `${(100 * Math.max(low, 0)) / top}%`;
-        whisker.style.width = `${(100 * (high - Math.max(low, 0))) / top}%`;
-      }
+      const marks = [styled("i", { width: ofWhole(share, top) }), low !== null && whisker(Math.max(low, 0), high, top)];
       const interval = low === null ? "in one text" : `95% interval ${digits(low)} to ${digits(high)}, in ${count(inputs, "text")}`;
-      return element("li", { "data-tip": `${digits(share)} times an even share at head ${head}, ${interval}` },
-        element("bdi", { class: "token" }, name(text)), element("span", { class: "track", "aria-hidden": "true" }, bar, whisker),
-        element("span", { class: "number" }, digits(share)), element("small", { class: "quiet" }, inputs.toLocaleString("en")));
+      return barLine(`${digits(share)} times an even share at head ${head}, ${interval}`,
+        element("bdi", { class: "token" }, name(text)), marks, digits(share), inputs.toLocaleString("en"));
     }));
   }
 }

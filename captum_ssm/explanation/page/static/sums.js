@@ -1,4 +1,5 @@
 // What is in the numbers and what is not, in words: hidden parts, and what no part is given.
+import { added } from "./dom.js";
 import { count, listed, name, percent, plain, signed, token, visible } from "./format.js";
 
 const LITTLE = 0.02; // of the score
@@ -32,7 +33,7 @@ function picturesOf({ example, unit }, relevance) {
 
 function hiddenOf({ example, unit }, relevance) {
   const { gone, hidden, values, everything } = relevance;
-  const size = (parts) => percent(parts.reduce((sum, part) => sum + Math.abs(values[part]), 0) / everything);
+  const size = (parts) => percent(added(parts, (part) => Math.abs(values[part])) / everything);
   const read = [...hidden].filter((part) => part <= relevance.read);
   const template = read.filter((part) => gone.has(part));
   const sentences = read.filter((part) => !gone.has(part)).map((part) => {
@@ -45,7 +46,7 @@ function hiddenOf({ example, unit }, relevance) {
     sentences.unshift(`${what} (${signed(relevance.apart)}, ${share} of all magnitudes) is hidden.`);
   }
   if (!template.length || relevance.apart) return sentences;
-  const sum = signed(template.reduce((total, part) => total + values[part], 0));
+  const sum = signed(added(template, (part) => values[part]));
   return [...sentences, `The template (${sum}, ${size(template)} of all magnitudes) is hidden.`];
 }
 

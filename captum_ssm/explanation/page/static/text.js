@@ -1,6 +1,6 @@
 // Running text with relevance as its background. Far from what is seen, a block is plain text,
 // which the browser lays out, finds and prints; near it, every part is an element with its color.
-import { brush, clamp, element, fill, hasModifier, range } from "./dom.js";
+import { brush, clamp, element, fill, hasModifier, range, taken } from "./dom.js";
 import { cut, digits, percent } from "./format.js";
 import { Inset } from "./inset.js";
 import { Turns } from "./turns.js";
@@ -24,7 +24,7 @@ export class TextPanel {
       role: "listbox",
       tabindex: 0,
       "aria-label": `Text, ${panel.method.title}: arrow keys move, N goes to the next largest`,
-      onpointermove: (event) => this.#pointAt(event),
+      onpointermove: (event) => page.point(partOf(event), this),
       onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
       onkeydown: (event) => this.#key(event),
       onscroll: () => this.#moveWindow(),
@@ -290,10 +290,6 @@ export class TextPanel {
     this.box.scrollTop = share * this.box.scrollHeight - this.box.clientHeight / 2;
   }
 
-  #pointAt(event) {
-    this.page.point(partOf(event), this);
-  }
-
   // A finger cannot point without pressing: it chooses an output, and reads the numbers.
   #press(event) {
     this.#choose(partOf(event));
@@ -311,7 +307,6 @@ export class TextPanel {
     if (hasModifier(event)) return;
     const { relevance } = this.panel;
     const at = this.page.pointed < 0 ? Math.max(relevance.own, 0) : this.page.pointed;
-    const rank = relevance.ranks.get(this.page.pointed) ?? -1;
     const beside = (step) => {
       let to = at + step;
       while (relevance.gone.has(to)) to += step;
@@ -322,8 +317,7 @@ export class TextPanel {
       ArrowRight: beside(1),
       Home: 0,
       End: relevance.read,
-      n: relevance.order[rank + 1] ?? at,
-      N: relevance.order[Math.max(0, rank - 1)] ?? at,
+      ...relevance.steps(this.page.pointed, at),
     }[event.key];
     if (to !== undefined) {
       const part = clamp(to, 0, this.unit.count - 1);
@@ -332,8 +326,7 @@ export class TextPanel {
     } else if (event.key === "Enter") this.#choose(at);
     else if (event.key === "Escape") this.page.point(-1);
     else return;
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
   }
 }
 
