@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from captum_ssm import Explanation
-from captum_ssm.explanation.page import page_html
+from captum_ssm.explanation import Explanation, Report
 
 
 @dataclass
@@ -35,18 +34,18 @@ class Seen:
 
 @dataclass
 class Tabs:
-    """The pages of explanations, by name: a call opens one, at the beginning and as ``state`` says.
+    """Pages, by name: a call opens one, at the beginning and as ``state`` says.
 
     Args:
         browser (Any): of Playwright.
         folder (Path): where the pages are written.
-        made (dict): by name, what makes an explanation.
+        made (dict): by name, what makes an explanation or a report.
         height (int, optional): of a window. Default: 900
     """
 
     browser: Any
     folder: Path
-    made: Mapping[str, Callable[[], Explanation]]
+    made: Mapping[str, Callable[[], Explanation | Report]]
     height: int = 900
     seen: Seen = field(default_factory=Seen)
     tabs: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class Tabs:
         size = {"width": width, "height": self.height}
         if name not in self.tabs:
             file = self.folder / f"{name}.html"
-            file.write_text(page_html(self.made[name]()), "utf-8")
+            self.made[name]().to_html(file)
             self.tabs[name] = self.browser.new_page(viewport=size)
             self.seen.watch(self.tabs[name])
             self.tabs[name].goto(file.as_uri())
@@ -64,6 +63,19 @@ class Tabs:
         tab.evaluate("state => { document.activeElement?.blur(); location.hash = state }", state)
         tab.evaluate("scrollTo(0, 0)")
         tab.mouse.move(0, 0)
-        tab.locator(".captum-page").wait_for()
+        tab.locator(".captum-page").first.wait_for()
         tab.evaluate("() => new Promise(requestAnimationFrame)")
         return tab
+
+
+def address(tab: Any) -> str:
+    return tab.evaluate("location.hash")
+
+
+def question(tab: Any) -> str:
+    return tab.locator(".question").inner_text()
+
+
+def part(tab: Any, index: int, panel: int = 0) -> Any:
+    """A part of a text."""
+    return tab.locator(".text").nth(panel).locator(f"[id$='-{index}']")

@@ -9,7 +9,7 @@ import numpy as np
 import pages
 import pytest
 import whole_answers
-from tabs import Tabs
+from tabs import Tabs, part, question
 
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.page import page_html
@@ -73,14 +73,6 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 def sentence(tab: Any) -> str:
     return tab.locator(".rests").inner_text()
-
-
-def question(tab: Any) -> str:
-    return tab.locator(".question").inner_text()
-
-
-def part(tab: Any, index: int) -> Any:
-    return tab.locator(f".text [id$='-{index}']")
 
 
 def picked(tab: Any) -> list[int]:

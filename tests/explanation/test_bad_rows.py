@@ -35,11 +35,6 @@ BAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def stories():
-    return examples.load("stories-mamba")
-
-
 def test_bad_texts_are_recorded_and_the_others_explained(stories, tmp_path):
     good = [GOOD, {"text": "Tom has a blue kite. Tom's kite is"}, GOOD | {"against": "Ben"}]
     rows, expected = [good[0]], {}

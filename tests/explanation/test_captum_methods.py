@@ -17,11 +17,6 @@ IDS = torch.tensor([[3, 4, 5, 6, 7]])
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny()
-
-
-@pytest.fixture(scope="module")
 def words():
     vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
     return word_tokenizer(vocabulary, unk_token="w36", pad_token="w35")

@@ -9,7 +9,7 @@ import flow_graphs
 import numpy as np
 import pages
 import pytest
-from tabs import Tabs
+from tabs import Tabs, address
 
 from captum_ssm.explanation.page import page_html
 
@@ -47,10 +47,6 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     tabs = Tabs(browser, tmp_path_factory.mktemp("circuits"), explanations)
     yield tabs
     tabs.seen.check()
-
-
-def address(tab: Any) -> str:
-    return tab.evaluate("location.hash")
 
 
 def sentence(tab: Any) -> str:

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from commands import STORIES
-from models import VOCABULARY, tiny, word_tokenizer
+from models import tiny
 
 from captum_ssm import ExplainBatches, InputError, examples, explain_dataset
 from captum_ssm.cli import main
@@ -24,11 +24,6 @@ ROWS = [
     {"text": "w6 w7 w8", "target": "w9", "n": None, "share": 2, "tag": "007"},
 ]
 EXPECTED = {"row.n": [1, 2, None], "row.share": [0.5, None, 2.0], "row.tag": ["a", None, "007"]}
-
-
-@pytest.fixture(scope="module")
-def words():
-    return word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
 
 
 def jsonl(path):

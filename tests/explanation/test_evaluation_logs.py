@@ -22,11 +22,6 @@ HOW = {"methods": "rollout", "alternatives": 0}
 
 
 @pytest.fixture(scope="module")
-def stories():
-    return load("stories-mamba")
-
-
-@pytest.fixture(scope="module")
 def chat():
     return Served("chat-mamba", count=3)
 

@@ -27,14 +27,8 @@ EVERY = {name: {"activation": "gate"} if name == "latim" else {} for name in met
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def explained(model):
+def explained(model, words):
     """Two tokens, by every method, the second one against another continuation."""
-    words = word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
     return explain(model, words, TEXT, target=TARGET, against="w8 w11", methods=EVERY)
 
 

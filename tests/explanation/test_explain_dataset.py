@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 import pytest
 from explained_rows import BAD, ROWS, explained, rows
-from models import VOCABULARY, tiny, word_tokenizer
+from models import tiny
 
 from captum_ssm import InputError, explain_dataset
 from captum_ssm.explanation import RowError, open_dataset
@@ -21,11 +21,6 @@ from captum_ssm.explanation.make.many import Explainer, InputRow
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-@pytest.fixture(scope="module")
-def words():
-    return word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
 
 
 @pytest.fixture(scope="module")

@@ -22,18 +22,6 @@ METHODS = {"latim": {"activation": "gate"}, "rollout": {}}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def words():
-    from models import VOCABULARY, word_tokenizer
-
-    return word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
-
-
-@pytest.fixture(scope="module")
 def found(model, words) -> Explanation:
     """Two texts by two methods, with maps, the lens, a contrast and named parts."""
     return explain(

@@ -9,7 +9,7 @@ import numpy as np
 import pages
 import pytest
 from folders import TESTS
-from tabs import Seen, Tabs
+from tabs import Seen, Tabs, address, part, question
 
 from captum_ssm.explanation.page import widget
 from captum_ssm.explanation.page.data import page_data
@@ -66,25 +66,13 @@ def chosen(tab: Any, group: str) -> str:
     return tab.locator(f"[aria-label='{group}'] [aria-checked=true]").first.inner_text()
 
 
-def part(tab: Any, index: int, panel: int = 0) -> Any:
-    return tab.locator(".text").nth(panel).locator(f"[id$='-{index}']")
-
-
 def background(node: Any) -> str:
     return node.evaluate("node => getComputedStyle(node).backgroundColor")
-
-
-def address(tab: Any) -> str:
-    return tab.evaluate("location.hash")
 
 
 def place(row: Any) -> int:
     """The token that a row of the list is about."""
     return int(row.locator(".numbers span").first.inner_text())
-
-
-def question(tab: Any) -> str:
-    return tab.locator(".question").inner_text()
 
 
 def row(output: int = 0, answer: int = 0, method: str = "mamba-lrp") -> np.ndarray:

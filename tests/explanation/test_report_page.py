@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pages
 import pytest
-from tabs import Seen
+from tabs import Tabs
 
 from captum_ssm.explanation import Report, Token, summarize
 
@@ -56,7 +56,6 @@ def spaced() -> Report:
 
 @pytest.fixture(scope="module")
 def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder, seen, tabs = tmp_path_factory.mktemp("reports"), Seen(), {}
     made = {
         "stories": stories,
         "methods": lambda: summarize(corpus(), against="raw-attention"),
@@ -64,21 +63,9 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "hostile": lambda: summarize(pages.hostile()[:1]),
     }
 
-    def open_one(name: str, state: str = "", width: int = 1240) -> Any:
-        if name not in tabs:
-            made[name]().to_html(folder / f"{name}.html")
-            tabs[name] = browser.new_page(viewport={"width": width, "height": 900})
-            seen.watch(tabs[name])
-            tabs[name].goto((folder / f"{name}.html").as_uri())
-        tab = tabs[name]
-        tab.set_viewport_size({"width": width, "height": 900})
-        tab.evaluate("state => { location.hash = state }", state)
-        tab.locator(".captum-page").first.wait_for()
-        tab.evaluate("() => new Promise(requestAnimationFrame)")
-        return tab
-
-    yield open_one
-    seen.check()
+    tabs = Tabs(browser, tmp_path_factory.mktemp("reports"), made)
+    yield tabs
+    tabs.seen.check()
 
 
 def row_count(tab: Any) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from models import VOCABULARY, tiny, word_tokenizer
+from models import VOCABULARY, word_tokenizer
 
 from captum_ssm import explain
 from captum_ssm.explanation import Explanation, Validation
@@ -11,11 +11,6 @@ from captum_ssm.explanation.page.data import page_data
 from captum_ssm.metrics.perturbation import WHOLE, flipping
 
 TEXT = "w3 w4 w5 w6 w7 w9"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny()
 
 
 @pytest.fixture(scope="module")
