@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.blocks import contextmanager, undo
 
 # Stands for a mixer's call, among the functions.
 _MIXER = "mixer"
@@ -55,12 +56,14 @@ class Operations(TorchFunctionMode):
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what is called inside of the block."""
-        try:
+        with ExitStack() as stack, stack:
+            undo(stack, self._leave)
             self.__enter__()
             yield
-        finally:
-            while _get_current_function_mode() is self:  # a signal may come anywhere
-                self.__exit__(None, None, None)
+
+    def _leave(self) -> None:
+        while _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
 
     @contextmanager
     def in_mixer(self, module: nn.Module) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
-from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.blocks import contextmanager, undo
 
 
 @contextmanager
@@ -12,12 +13,10 @@ def without_advice() -> Iterator[None]:
     """Without progress bars and advice; errors are still printed, and all is as before after it."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+    with ExitStack() as stack, stack:
+        undo(stack, logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            undo(stack, logging.enable_progress_bar)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

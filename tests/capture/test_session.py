@@ -19,11 +19,14 @@ import torch
 from methods import METHODS, each_method
 from models import ids, tiny
 from torch import nn
+from transformers.utils import logging
 
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
+from captum_ssm.capture.operations import Operations
 from captum_ssm.capture.session import without_compiler
 from captum_ssm.models import BidirectionalMamba
 from captum_ssm.utils.copies import Copies, copied, original, running
+from captum_ssm.utils.transformers_advice import without_advice
 
 
 class State:
@@ -374,6 +377,26 @@ def test_a_signal_at_any_line_leaves_model_and_process_as_they_were(name):
     stopped, changed = interrupts.left_changed(name, first, 397)
     assert stopped
     assert not changed
+
+
+def noted_functions():
+    operations = Operations()
+    with operations.noted(), operations.in_mixer(None):
+        torch.ones(2)
+
+
+@pytest.mark.parametrize("block", [noted_functions, without_advice()(lambda: None)])
+def test_a_signal_at_any_line_of_a_block_leaves_the_process_as_it_was(block):
+    def state():
+        return interrupts.process(), logging.get_verbosity(), logging.is_progress_bar_enabled()
+
+    block()
+    moments = [m for m in interrupts.moments_of(block) if m.file != interrupts.CONTEXTS]
+    assert len(moments) > 5
+    for moment in moments:
+        before = state()
+        assert interrupts.interrupted_at(moment, block)
+        assert state() == before, moment
 
 
 def test_copies_of_a_large_object_are_given_up():
