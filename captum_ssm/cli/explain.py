@@ -121,6 +121,16 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
         metavar="LABEL",
         help="The names of a classifier's classes. Default: those of its configuration",
     )
+    _add_own_words(parser)
+    parser.add_argument(
+        "--position",
+        help="The token of the text at which the prediction is explained, or 'all' for every one. "
+        "Default: the last",
+    )
+
+
+def _add_own_words(parser: argparse.ArgumentParser) -> None:
+    # What is asked of the words that the model itself writes.
     parser.add_argument(
         "--span",
         help="Explain several tokens of the continuation together, in one row: a text of it, or "
@@ -144,11 +154,6 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         metavar=("BEGIN", "END"),
         help="What the model's thoughts begin and end with. Default: '<think>' '</think>'",
-    )
-    parser.add_argument(
-        "--position",
-        help="The token of the text at which the prediction is explained, or 'all' for every one. "
-        "Default: the last",
     )
 
 

@@ -37,6 +37,18 @@ SHOWN = 3  # rows that failed, in the closing lines
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
+    _add_data(parser)
+    _add_running(parser)
+    add_methods(parser, "--method")
+    add_answers(parser)
+    add_kept(parser)
+    add_loading(parser)
+    add_pixels(parser)
+    add_options(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    # Which rows are explained, and where the explanations go.
     parser.usage = f"{parser.prog} DATASET --model MODEL --output FOLDER [options]"
     parser.add_argument(
         "dataset",
@@ -71,6 +83,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE=COLUMN",
         help="Which column is what, such as text=review target=label.",
     )
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    # How many rows are explained at once, and what happens to one that fails.
     parser.add_argument(
         "--rows-per-shard",
         type=int,
@@ -93,12 +109,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="What a row that fails does: record, or raise, which ends the command. "
         "Default: record",
     )
-    add_methods(parser, "--method")
-    add_answers(parser)
-    add_kept(parser)
-    add_loading(parser)
-    add_pixels(parser)
-    add_options(parser)
 
 
 def run(args: argparse.Namespace) -> None:

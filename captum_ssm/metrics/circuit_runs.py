@@ -16,7 +16,7 @@ from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import one_query
 from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import only, repeated
-from captum_ssm.metrics.perturbation import classes
+from captum_ssm.metrics.logits import classes
 from captum_ssm.mixers.call import bound_arguments
 from captum_ssm.utils.integers import as_index, count_of
 from captum_ssm.utils.watch_modules import watch_modules

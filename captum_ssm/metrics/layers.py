@@ -12,7 +12,7 @@ from captum_ssm.capture import unwrap
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.metrics.agreement import rank_correlation
-from captum_ssm.metrics.perturbation import batched_logits, classes
+from captum_ssm.metrics.logits import batched_logits, classes
 from captum_ssm.mixers import find_mixers
 from captum_ssm.utils.nested import first_of, with_first
 from captum_ssm.utils.watch_modules import watch_modules

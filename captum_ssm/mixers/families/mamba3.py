@@ -15,6 +15,7 @@ has an output with a gate of its own, and reads all keys' values, which are x ti
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,15 +48,7 @@ def freeze_mamba3(call: MixerCall) -> FrozenMixer:
     # The second half is written a step later, with the next token's step.
     written = now + F.pad(later, (0, 0, 0, 1))[:, 1:]
 
-    def read(key: Tensor) -> LinearAttentionOperator:
-        return LinearAttentionOperator(
-            query=(query * log_decay.exp()[:, :, None, :, None]).flatten(2, 3),
-            key=(key * written[..., None])[:, :, None].expand_as(query).flatten(2, 3),
-            log_decay=log_decay.repeat(1, 1, R)[..., None],
-            bonus=(now[:, :, None] * (query * key[:, :, None]).sum(-1)).flatten(2),
-            width=P,
-        )
-
+    read = partial(_recurrence, query, log_decay=log_decay, now=now, written=written, width=P)
     recurrence: TokenOperator = read(keys[:, :, 0])
     skip = call.parameter(module.D).repeat_interleave(P).repeat(R)
     down = None
@@ -89,6 +82,19 @@ def freeze_mamba3(call: MixerCall) -> FrozenMixer:
         return mixer
     weight = call.parameter(module.norm.weight).repeat(R)
     return mixer.normed(lambda y: rms_factor(y, weight, module.norm.eps, R * H))
+
+
+def _recurrence(
+    query: Tensor, key: Tensor, *, log_decay: Tensor, now: Tensor, written: Tensor, width: int
+) -> LinearAttentionOperator:
+    # All queries (B, L, R, H, N) that read what one key (B, L, H, N) wrote.
+    return LinearAttentionOperator(
+        query=(query * log_decay.exp()[:, :, None, :, None]).flatten(2, 3),
+        key=(key * written[..., None])[:, :, None].expand_as(query).flatten(2, 3),
+        log_decay=log_decay.repeat(1, 1, query.shape[2])[..., None],
+        bonus=(now[:, :, None] * (query * key[:, :, None]).sum(-1)).flatten(2),
+        width=width,
+    )
 
 
 def _rotated(call: MixerCall, t: Tensor, norm: Any, bias: Tensor, phase: Tensor) -> Tensor:
