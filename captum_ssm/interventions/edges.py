@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators import SoftmaxOperator, TokenOperator
-from captum_ssm.operators.entries import entries
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.memory import tile_entries
 from captum_ssm.utils.plain_graph import recomputed
@@ -127,7 +126,7 @@ class EdgesElsewhere:
         return self._by_edge(*every).view(-1, N, self.values.shape[-1]).mean(1)[at]
 
     def _by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
-        alpha = entries(self.operator, example, target, source)
+        alpha = self.operator.entries(example, target, source)
         assert alpha is not None
         return _times(alpha, self.values[example, source])
 
@@ -258,7 +257,7 @@ class ListedEdges(RowEdges):
         example, _, target, source = index.repeat(B // b, 1).unbind(1)
         if b < B:
             example = torch.arange(B, device=target.device).repeat_interleave(len(index))
-        alpha = entries(of.operator, example, target, source)
+        alpha = of.operator.entries(example, target, source)
         if alpha is None:
             return None
         moved = _times(alpha, of.values[example, source])

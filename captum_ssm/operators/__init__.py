@@ -14,7 +14,6 @@ from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
-from captum_ssm.operators.mlstm import mlstm_from as mlstm_from
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.packed import PackedOperator
 from captum_ssm.operators.permuted import MovedOperator, PermutedOperator

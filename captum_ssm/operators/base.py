@@ -10,7 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,10 @@ class TokenOperator(ABC):
             place="position",
             vecmat="rmatvec",
         )
+
+    # What differs between examples, channels or heads, for part.py: the axes of coefficients, or
+    # operators inside.
+    axes: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -243,6 +247,28 @@ class TokenOperator(ABC):
         else:
             ones = columns.to(self.dtype)[..., None].expand(shape)
         return self.matvec(ones).mean(-1)
+
+    def entries(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor | None:
+        """Some entries of every map; None for an operator that knows rows only.
+
+        A diagonal recurrence and linear attention know their entries, without a convolution, a
+        delta rule or a bonus.
+
+        Args:
+            example, target, source (Tensor): ``(E,)`` int64, of each entry; no source is after its
+                target.
+
+        Returns:
+            Tensor, optional: ``(E, M)``.
+
+        Examples::
+
+            >>> dt, (B, C) = torch.rand(2, 5, 4), torch.randn(2, 2, 5, 1, 3)
+            >>> operator = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
+            >>> some = operator.entries(*torch.tensor([[0, 1], [4, 2], [1, 2]]))
+            >>> torch.testing.assert_close(some[0], operator.matrix()[0, :, 4, 1])
+        """
+        return None
 
     def top(self, k: int, by: str = "size", *, between: bool = False) -> TopEntries:
         r"""The largest entries of the channel sum :math:`\sum_d \alpha^{m(d)}_{ij}`.

@@ -45,6 +45,7 @@ class SumOperator(PartsOperator):
     """
 
     parts: tuple[TokenOperator, ...]
+    axes = (("parts", "operators"),)
 
     def __post_init__(self) -> None:
         if len({part.maps for part in self.parts}) > 1:
@@ -114,6 +115,7 @@ class ScaledOperator(AroundOperator):
     inner: TokenOperator
     left: Tensor | None = None
     right: Tensor | None = None
+    axes = (("inner", "operator"), ("left", "BLD"), ("right", "BLD"))
 
     @property
     def has_heads(self) -> bool:
@@ -257,6 +259,7 @@ class ConvolvedOperator(AroundOperator):
     taps: Tensor
     grid: tuple[int, int] | None = None
     right: Tensor | None = None
+    axes = (("inner", "operator"), ("taps", "D"), ("right", "BLD"))
 
     def __post_init__(self) -> None:
         if self.inner.maps != self.inner.channels:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
+from captum_ssm.kernels.diagonal_states import HUGE, decay
 from captum_ssm.operators.base import TokenOperator, check_rmatvec
-from captum_ssm.operators.factors import lagged, product, sum_of
+from captum_ssm.operators.factors import in_tiles, lagged, product, sum_between, sum_of
 from captum_ssm.operators.recurrence import StateOperator, for_each
 from captum_ssm.operators.states import around, units_after, units_before
 
@@ -50,6 +51,10 @@ class DiagonalOperator(DiagonalCoefficients, StateOperator):
     """
 
     written_by = ("dt", "right", "B")
+    axes = (
+        *((name, "BLD") for name in ("dt", "right", "B", "C", "left", "columns")),
+        *(("A", "D"), ("conv", "D")),
+    )
 
     def matvec(self, v: Tensor) -> Tensor:
         return kernels.diagonal_scan(v, self)
@@ -80,6 +85,21 @@ class DiagonalOperator(DiagonalCoefficients, StateOperator):
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return kernels.diagonal_rows(index, self.narrow(start, stop))
+
+    def entries(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor | None:
+        if self.conv is not None or self.columns is not None:
+            return None
+        dt, groups = self.dt.clamp(max=HUGE), self.B.shape[2]
+
+        def at(example: Tensor, target: Tensor, source: Tensor) -> Tensor:
+            # The sum over states of read, decay and write, of channels in groups (E, G, D / G, N).
+            steps = sum_between(dt, example, target, source)  # (E, D)
+            left = decay(steps[..., None] * self.A).unflatten(1, (groups, -1))
+            read_write = (self.C[example, target] * self.B[example, source])[:, :, None]
+            alpha = (left * read_write).sum(-1).flatten(1) * self.right[example, source]
+            return alpha if self.left is None else alpha * self.left[example, target]
+
+        return in_tiles(at, self.A.numel(), example, target, source)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         right = self.right if right is None else self.right * right

@@ -19,6 +19,7 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.kernels import LinearAttentionCoefficients
 from captum_ssm.operators.base import TokenOperator
+from captum_ssm.operators.factors import in_tiles, sum_between
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.recurrence import StateOperator, for_each
 from captum_ssm.operators.states import around, units_after, units_before
@@ -46,6 +47,7 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator, StateOp
 
     width: int = field(kw_only=True)
     written_by = ("key", "log_decay", "erase", "probe")
+    axes = tuple((name, "BLD") for name in ("query", "key", "log_decay", "erase", "probe", "bonus"))
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -82,6 +84,16 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator, StateOp
         if self.bonus is None:
             return query, key
         return torch.maximum(query, self.bonus.abs()), key.clamp(min=1)
+
+    def entries(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor | None:
+        if self.erase is not None or self.bonus is not None:
+            return None
+
+        def at(example: Tensor, target: Tensor, source: Tensor) -> Tensor:
+            left = sum_between(self.log_decay, example, target, source).exp()  # (E, H, 1 or N)
+            return (self.query[example, target] * left * self.key[example, source]).sum(-1)
+
+        return in_tiles(at, self.query[0, 0].numel(), example, target, source)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return kernels.linear_attention_rows(index, self.narrow(start, stop))

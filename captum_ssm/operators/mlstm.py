@@ -13,8 +13,15 @@ from captum_ssm.operators.states import continued
 
 
 def mlstm_operator(
-    q: Tensor, k: Tensor, i: Tensor, f: Tensor, *, width: int, eps: float
-) -> LinearAttentionOperator:
+    q: Tensor,
+    k: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    width: int,
+    eps: float,
+    begun: tuple[Tensor, Tensor] | None = None,
+) -> tuple[LinearAttentionOperator, tuple[Tensor, Tensor] | None]:
     r"""Linear attention with a forget gate, an exponential input gate and a normalizer.
 
     .. math::
@@ -28,35 +35,19 @@ def mlstm_operator(
         i, f (Tensor): input and forget gates before their activations, ``(B, L, H)``.
         width (int): P, the channels of a head.
         eps (float): added to the normalizer.
+        begun (tuple of Tensor, optional): m, ``(B, 1, H)``, and n, ``(B, N, H)``, after the tokens
+            before. Default: None, where there are none, and none will come after
+
+    Returns:
+        tuple: the operator, whose state is in units of exp(m), and m and n after the last token,
+        None where ``begun`` is.
 
     Examples::
 
         >>> q, k, (i, f) = *torch.randn(2, 1, 5, 2, 3), torch.randn(2, 1, 5, 2)
-        >>> mlstm_operator(q, k, i, f, width=4, eps=1e-6).matrix().shape
+        >>> operator, _ = mlstm_operator(q, k, i, f, width=4, eps=1e-6)
+        >>> operator.matrix().shape
         torch.Size([1, 2, 5, 5])
-    """
-    return mlstm_from(q, k, i, f, None, width=width, eps=eps)[0]
-
-
-def mlstm_from(
-    q: Tensor,
-    k: Tensor,
-    i: Tensor,
-    f: Tensor,
-    begun: tuple[Tensor, Tensor] | None,
-    *,
-    width: int,
-    eps: float,
-) -> tuple[LinearAttentionOperator, tuple[Tensor, Tensor] | None]:
-    """:func:`mlstm_operator` after earlier tokens, and what later ones need of these.
-
-    Args:
-        q, k, i, f, width, eps: as there.
-        begun (tuple of Tensor, optional): m, ``(B, 1, H)``, and n, ``(B, N, H)``, after the tokens
-            before. None where there are none, and none will come after.
-
-    Returns:
-        tuple: the operator, whose state is in units of exp(m), and m and n after the last token.
     """
     log_f = F.logsigmoid(f)
     m = i.new_zeros(i.shape[0], 1, i.shape[2]) if begun is None else begun[0]

@@ -10,36 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators.base import TokenOperator
-from captum_ssm.operators.composed import (
-    ConvolvedOperator,
-    ScaledOperator,
-    SkipOperator,
-    SumOperator,
-)
-from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.heads import HeadOperator
-from captum_ssm.operators.linear_attention import LinearAttentionOperator
-from captum_ssm.operators.permuted import PermutedOperator
-from captum_ssm.operators.softmax import SoftmaxOperator
-from captum_ssm.operators.toeplitz import ToeplitzOperator
-from captum_ssm.operators.weights import WeightsOperator
-
-# What differs between examples, channels or heads: the axes of coefficients, or operators inside.
-_AXES: dict[type[TokenOperator], dict[str, str]] = {
-    ConvolvedOperator: {"inner": "operator", "taps": "D", "right": "BLD"},
-    DiagonalOperator: dict.fromkeys(("dt", "right", "B", "C", "left", "columns"), "BLD")
-    | {"A": "D", "conv": "D"},
-    LinearAttentionOperator: dict.fromkeys(
-        ("query", "key", "log_decay", "erase", "probe", "bonus"), "BLD"
-    ),
-    PermutedOperator: {"inner": "operator"},
-    ScaledOperator: {"inner": "operator", "left": "BLD", "right": "BLD"},
-    SkipOperator: {"diagonal": "BLD", "taps": "D", "right": "BLD"},
-    SoftmaxOperator: dict.fromkeys(("query", "key", "bias"), "BHLN") | {"sinks": "D"},
-    SumOperator: {"parts": "operators"},
-    ToeplitzOperator: {"kernel": "D", "examples": "B"},
-    WeightsOperator: {"weights": "BHLN"},
-}
 
 
 def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> TokenOperator:
@@ -66,7 +37,7 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
     if is_whole and (start, stop) == (0, operator.channels):
         return operator
     width = operator.width if isinstance(operator, HeadOperator) else 1
-    axes = _AXES.get(type(operator), {}) if getattr(operator, "windows", 1) == 1 else {}
+    axes = dict(operator.axes if getattr(operator, "windows", 1) == 1 else ())
     if not axes or start % width or stop % width:
         raise ValueError(
             f"channels {start} .. {stop - 1} of a {type(operator).__name__} were asked for; "
@@ -74,8 +45,8 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         )
     source: Any = operator
     maps = slice(start // width, stop // width)
-    if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
-        source, maps = operator.narrow(maps.start, maps.stop), slice(None)  # groups of channels too
+    if hasattr(source, "narrow"):  # groups of channels too
+        source, maps = source.narrow(maps.start, maps.stop), slice(None)
     several = rows.shape[1] if rows.dim() == 2 else 1
     part: dict[str, Callable[[Any], Any]] = {
         "operator": lambda x: part_of(x, rows, start, stop),

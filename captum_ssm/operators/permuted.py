@@ -149,6 +149,7 @@ class PermutedOperator(_OverTokens):
 
     inner: TokenOperator
     order: Tensor
+    axes = (("inner", "operator"),)
 
     @property
     def enters(self) -> Tensor:  # type: ignore[override]

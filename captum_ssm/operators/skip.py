@@ -35,6 +35,7 @@ class SkipOperator(TokenOperator):
     diagonal: Tensor
     taps: Tensor | None = None
     right: Tensor | None = None
+    axes = (("diagonal", "BLD"), ("taps", "D"), ("right", "BLD"))
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.diagonal * causal_conv(v if self.right is None else v * self.right, self.taps)

@@ -44,6 +44,7 @@ class SoftmaxOperator(HeadOperator):
     bias: Tensor | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    axes = (("query", "BHLN"), ("key", "BHLN"), ("bias", "BHLN"), ("sinks", "D"))
 
     @property
     def is_causal(self) -> bool:

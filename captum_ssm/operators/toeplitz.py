@@ -35,6 +35,7 @@ class ToeplitzOperator(TokenOperator):
 
     kernel: Tensor
     examples: int
+    axes = (("kernel", "D"), ("examples", "B"))
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -32,6 +32,7 @@ class WeightsOperator(HeadOperator):
 
     weights: Tensor
     width: int
+    axes = (("weights", "BHLN"),)
 
     @cached_property
     def is_causal(self) -> bool:

@@ -25,7 +25,6 @@ from captum_ssm.operators import (
     TokenOperator,
     WeightsOperator,
 )
-from captum_ssm.operators.entries import entries
 from captum_ssm.operators.part import examples, part_of
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100)
@@ -500,9 +499,9 @@ def test_entries_of_linear_attention_are_those_of_its_maps(decays):
     decay[0, 3] = -torch.inf  # forgets everything before it
     operator = LinearAttentionOperator(query, key, decay, width=4)
     example, target, source = torch.tensor([[0, 1, 0, 1], [5, 5, 4, 2], [1, 2, 3, 2]])
-    some = entries(operator, example, target, source)
+    some = operator.entries(example, target, source)
     expected = operator.matrix()[example, :, target, source]
     torch.testing.assert_close(some, expected, atol=1e-6, rtol=1e-5)
     assert float(some[0].abs().max()) == 0
     with_bonus = dataclasses.replace(operator, bonus=torch.ones(2, 6, 2))
-    assert entries(with_bonus, example, target, source) is None
+    assert with_bonus.entries(example, target, source) is None

@@ -15,7 +15,7 @@ from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import projection, rms_scale
 from captum_ssm.mixers.past import by_key
 from captum_ssm.mixers.registry import adapts
-from captum_ssm.operators import TokenOperator, mlstm_from, mlstm_operator
+from captum_ssm.operators import TokenOperator, mlstm_operator
 
 
 @adapts("xLSTMLayer")
@@ -57,13 +57,14 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
 def _recurrence(
     call: MixerCall, q: Tensor, k: Tensor, i: Tensor, f: Tensor, width: int
 ) -> TokenOperator:
-    past, eps = call.past, call.module.config.eps
-    if past is None:
-        return mlstm_operator(q, k, i, f, width=width, eps=eps)
-    begun = past.recall(i, 1), past.recall(i, q.shape[-1], ahead=1)
-    operator, left = mlstm_from(q, k, i, f, begun, width=width, eps=eps)
-    for x in left or ():
-        past.keep(x)
+    past, begun = call.past, None
+    if past is not None:
+        begun = past.recall(i, 1), past.recall(i, q.shape[-1], ahead=1)
+    eps = call.module.config.eps
+    operator, left = mlstm_operator(q, k, i, f, width=width, eps=eps, begun=begun)
+    if past is not None:
+        for x in left or ():
+            past.keep(x)
     return operator
 
 

@@ -86,7 +86,7 @@ def mlstm(heads: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Can
     if i.shape != f.shape or i.numel() != shape.numel():
         return
     gates = (t.to(heads.q).reshape(shape) for t in (i, f))
-    operator = mlstm_operator(heads.q, heads.k, *gates, width=heads.v.shape[-1], eps=eps)
+    operator, _ = mlstm_operator(heads.q, heads.k, *gates, width=heads.v.shape[-1], eps=eps)
     yield heads.candidate(operator)
 
 
