@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from captum_ssm.errors import ReconstructionError, UnsupportedModelError
 from captum_ssm.graph.relevance_rules import is_constant
 from captum_ssm.mixers.registry import find_adapter, find_mixers
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 @contextmanager
@@ -41,24 +42,23 @@ def scans_frozen(model: nn.Module, seen: Callable[[Scan], object] | None = None)
     frozen = _FrozenCalls(measured, functions, fused, seen)
     for module in measured:
         unfuse(module)
-        module.register_forward_pre_hook(frozen.enter, prepend=True)
-        module.register_forward_hook(frozen.leave, always_call=True)
-    with intercepted(frozen.handle, [*functions, *fused]) if functions else nullcontext():
+    with (
+        watch_modules(measured, before=frozen.enter, ended=frozen.leave),
+        intercepted(frozen.handle, [*functions, *fused]) if functions else nullcontext(),
+    ):
         yield
 
 
+@dataclass(eq=False)
 class _FrozenCalls:
     # Calls of scans inside of measured modules, in this thread.
-    def __init__(
-        self,
-        measured: Mapping[nn.Module, frozenset[Callable[..., Any]]],
-        functions: frozenset[Callable[..., Any]],
-        fused: Mapping[Callable[..., Any], Callable[[FunctionCall], Any]],
-        seen: Callable[[Scan], object] | None,
-    ) -> None:
-        self.seen = seen
-        self.measured, self.functions, self.fused = measured, functions, fused
-        self.calls, self.thread = ScanCalls(self._take), threading.get_ident()
+    measured: Mapping[nn.Module, frozenset[Callable[..., Any]]]
+    functions: frozenset[Callable[..., Any]]
+    fused: Mapping[Callable[..., Any], Callable[[FunctionCall], Any]]
+    seen: Callable[[Scan], object] | None
+
+    def __post_init__(self) -> None:
+        self.calls = ScanCalls(self._take)
         self.taken: list[int] = []  # before each module on the stack
 
     def handle(self, call: FunctionCall) -> Any:
@@ -78,15 +78,12 @@ class _FrozenCalls:
             )
         return result
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a measured module is called."""
-        if threading.get_ident() == self.thread:
-            self.taken.append(self.calls.taken)
+        self.taken.append(self.calls.taken)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After it returned, or raised."""
-        if threading.get_ident() != self.thread:
-            return
         none = self.taken.pop() == self.calls.taken
         if none and output is not None and self.functions & self.measured[module]:
             raise ReconstructionError(

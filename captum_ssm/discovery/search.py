@@ -7,9 +7,7 @@ fused, it is a module that computes what one of the library's own adapters says.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +36,7 @@ from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.registry import Freeze, find_adapter, known_of, own_adapters
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 @dataclass(frozen=True)
@@ -138,38 +137,29 @@ class _Found:
 
     @contextmanager
     def noting_modules(self) -> Iterator[None]:
-        thread = threading.get_ident()
-
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                self.known += find_adapter(module) is not None
-                self.stack.append(_Visit(paths[module], module, args, kwargs))
+            self.known += find_adapter(module) is not None
+            self.stack.append(_Visit(paths[module], module, args, kwargs))
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, *_: Any) -> None:
             # A module that raised leaves its children on the stack.
-            if threading.get_ident() == thread:
-                while self.stack.pop().module is not module:
-                    pass
-                self.known -= find_adapter(module) is not None
+            while self.stack.pop().module is not module:
+                pass
+            self.known -= find_adapter(module) is not None
 
-        def returned(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                visit = self.stack[-1]
-                visit.result = output
-                is_first = not self.known and type(module) not in self.firsts
-                if is_first and _has_parts(module) and _takes_tokens(visit.call()):
-                    # Clones, as the model may go on to change them in place.
-                    self.firsts[type(module)] = map_tensors(torch.clone, visit.call())
+        def returned(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            visit = self.stack[-1]
+            visit.result = output
+            is_first = not self.known and type(module) not in self.firsts
+            if is_first and _has_parts(module) and _takes_tokens(visit.call()):
+                # Clones, as the model may go on to change them in place.
+                self.firsts[type(module)] = map_tensors(torch.clone, visit.call())
 
         paths = {module: path for path, module in self.model.named_modules()}
-        with ExitStack() as hooks:
-            for module in paths:
-                hooks.callback(
-                    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove
-                )
-                hooks.callback(module.register_forward_hook(returned).remove)
-                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
-            hooks.enter_context(_Convolutions(self.stack))
+        with (
+            watch_modules(paths, before=enter, after=returned, ended=leave),
+            _Convolutions(self.stack),
+        ):
             yield
 
 

@@ -19,7 +19,11 @@ After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 @contextmanager
 def watch_modules(
-    modules: Iterable[nn.Module], *, before: Before | None = None, after: After | None = None
+    modules: Iterable[nn.Module],
+    *,
+    before: Before | None = None,
+    after: After | None = None,
+    ended: After | None = None,
 ) -> Iterator[None]:
     """Have functions called before and after each call of some modules, in this thread.
 
@@ -31,6 +35,8 @@ def watch_modules(
         before (Callable, optional): takes a module, its args and its kwargs. Default: None
         after (Callable, optional): takes a module, its args, its kwargs and its result.
             Default: None
+        ended (Callable, optional): as ``after``, also for a call that raised; ``before`` then comes
+            before the hooks that a module has. Default: None
 
     Examples::
 
@@ -49,9 +55,10 @@ def watch_modules(
     with ExitStack() as stack, stack:
         for module in modules:
             if before is not None:
-                handle = module.register_forward_pre_hook(here(before), with_kwargs=True)
-                undo(stack, handle.remove)
-            if after is not None:
-                handle = module.register_forward_hook(here(after), with_kwargs=True)
-                undo(stack, handle.remove)
+                add, is_first = module.register_forward_pre_hook, ended is not None
+                undo(stack, add(here(before), prepend=is_first, with_kwargs=True).remove)
+            for told, always in ((after, False), (ended, True)):
+                if told is not None:
+                    hook = module.register_forward_hook
+                    undo(stack, hook(here(told), with_kwargs=True, always_call=always).remove)
         yield

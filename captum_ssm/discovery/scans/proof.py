@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -103,6 +103,7 @@ def _of_product(call: FunctionCall) -> Scan | None:
     return Scan(operator, v, None, None, "BLD", mixed, call.function.__qualname__, 0.0)
 
 
+@dataclass(eq=False)
 class ScanCalls:
     """Handles the calls of a run, for :func:`intercepted`: what is a scan is taken.
 
@@ -118,17 +119,10 @@ class ScanCalls:
             returns here. Default: None
     """
 
-    def __init__(
-        self,
-        take: Callable[[FunctionCall, Scan, Any], Any],
-        *,
-        forms_only: bool = False,
-        known: ScanResults | None = None,
-    ) -> None:
-        self.take = take
-        self.forms_only = forms_only
-        self.known = known
-        self.taken = 0
+    take: Callable[[FunctionCall, Scan, Any], Any]
+    forms_only: bool = field(default=False, kw_only=True)
+    known: ScanResults | None = field(default=None, kw_only=True)
+    taken: int = field(default=0, init=False)
 
     def __call__(self, call: FunctionCall) -> Any:
         if self.forms_only and is_product(call.source):  # one of many in a scan, perhaps
