@@ -51,8 +51,7 @@ _SHARED = (
     *(types.UnionType, types.GenericAlias),  # in annotations
 )
 _OF_GRADIENTS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_MAPPINGS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque)
 
 
 class _Uncopyable(Exception):
@@ -135,10 +134,8 @@ class Copies:
             return value
         if isinstance(value, (nn.Module, Tensor)) or id(value) in self._memo:
             return self._value(value)
-        if kind in _MAPPINGS:
-            return self._mapping(value, self._attribute)
-        if kind in _SEQUENCES:
-            return self._sequence(value, self._attribute)
+        if kind in _CONTAINERS:
+            return self._container(value, self._attribute)
         before, self._left = len(self._held), _MANY
         try:
             return self._value(value)
@@ -163,10 +160,8 @@ class Copies:
             return self._module(value)
         if isinstance(value, _SHARED):
             return value
-        if kind in _MAPPINGS:
-            return self._mapping(value, self._value)
-        if kind in _SEQUENCES:
-            return self._sequence(value, self._value)
+        if kind in _CONTAINERS:
+            return self._container(value, self._value)
         if kind is types.MethodType:
             return types.MethodType(value.__func__, self._value(value.__self__))
         if kind is torch.Generator:
@@ -187,7 +182,7 @@ class Copies:
             if name in _OF_GRADIENTS:  # may change them, and listeners wait for the user's own
                 own[name] = type(value)()
             elif name.endswith("_hooks") and isinstance(value, dict):
-                own[name] = self._mapping(value, self._hook) if value else type(value)()
+                own[name] = self._container(value, self._hook) if value else type(value)()
             else:
                 own[name] = self._attribute(value)
         for cls in type(module).__mro__:
@@ -203,29 +198,23 @@ class Copies:
             return types.MethodType(hook.__func__, self._value(hook.__self__))
         return hook
 
-    def _mapping(self, value: Any, one: Callable[[Any], Any]) -> Any:
-        known = self._memo.get(id(value))
+    def _container(self, value: Any, one: Callable[[Any], Any]) -> Any:
+        known, kind = self._memo.get(id(value)), type(value)
         if known is not None or len(value) > _MANY:
             return value if known is None else known
+        is_dict = isinstance(value, dict)
+        is_atomic = _are_atomic(value) and (not is_dict or _are_atomic(value.values()))
+        if kind in (tuple, frozenset):
+            return self._put(value, value if is_atomic else kind([one(item) for item in value]))
         made = self._put(value, value.copy())
-        if not (_are_atomic(value.values()) and _are_atomic(value)):
-            made.clear()
-            for key, item in [*value.items()]:
-                made[one(key)] = one(item)
-        return made
-
-    def _sequence(self, value: Any, one: Callable[[Any], Any]) -> Any:
-        known = self._memo.get(id(value))
-        if known is not None or len(value) > _MANY:
-            return value if known is None else known
-        if type(value) in (tuple, frozenset):
-            fixed = value if _are_atomic(value) else type(value)([one(item) for item in value])
-            return self._put(value, fixed)
-        made = self._put(value, value.copy())
-        if not _are_atomic(value):
-            items = [one(item) for item in value]
-            made.clear()
-            made.update(items) if type(value) is set else made.extend(items)
+        if is_atomic:
+            return made
+        items = [*value.items()] if is_dict else [one(item) for item in value]
+        made.clear()
+        if is_dict:
+            made.update((one(key), one(item)) for key, item in items)
+        else:
+            made.update(items) if kind is set else made.extend(items)
         return made
 
     def _object(self, value: Any) -> Any:
