@@ -21,11 +21,6 @@ def working_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def unit_length(t: Tensor) -> Tensor:
-    """``t (..., N)`` scaled to unit length."""
-    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
-
-
 def per_channel(D: Tensor | None, channels: int) -> Tensor | None:
     """A factor for each channel, ``(D,)``, of one for each head or channel; None for another."""
     if D is None:

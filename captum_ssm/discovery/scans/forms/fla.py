@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.discovery.scans.form import Candidate, register_scan
-from captum_ssm.discovery.scans.forms.arguments import unit_length
 from captum_ssm.discovery.scans.forms.heads import Heads, register_heads
+from captum_ssm.mixers.parts import unit as unit_length
 from captum_ssm.operators import LinearAttentionOperator, SubstepOperator
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm.discovery.scans.form import Build, Candidate, register_scan
-from captum_ssm.discovery.scans.forms.arguments import QKV, unit_length, working_dtype
+from captum_ssm.discovery.scans.forms.arguments import QKV, working_dtype
+from captum_ssm.mixers.parts import unit as unit_length
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator
 
 # The largest share of a result that may not be explained by one factor per head.

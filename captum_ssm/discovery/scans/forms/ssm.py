@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +61,7 @@ def s6(
     """
     if A.dim() != 2 or A.is_complex() or x.dim() != 3 or dt.shape != x.shape:
         return
-    for last in (False, True):
-        v, step = (x.mT, dt.mT) if last else (x, dt)
+    for last, (v, step, d, gate) in _channels_last(x, dt, D, z):
         channels, N = v.shape[-1] if len(A) == 1 else len(A), A.shape[1]
         groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
         if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
@@ -78,8 +78,8 @@ def s6(
                 ),
                 values=v,
                 layouts=("BDL", "BLD") if last else ("BLD", "BDL"),
-                skip=_skip(D.mT if last and D is not None and D.dim() == 3 else D, v),
-                gates=_gates(z.mT if last and z is not None else z),
+                skip=_skip(d, v),
+                gates=_gates(gate),
             )
 
 
@@ -104,8 +104,7 @@ def online(
     """
     if x.dim() != 3 or dt.shape != x.shape:
         return
-    for last in (False, True):
-        v, step = (x.mT, dt.mT) if last else (x, dt)
+    for last, (v, step, d, gate) in _channels_last(x, dt, D, z):
         N = k.numel() // max(1, len(x) * v.shape[1])
         groups = [_grouped(t, v.shape[1], v.shape[-1], N, last) for t in (q, k)]
         if groups[0] is None or groups[1] is None:
@@ -122,8 +121,8 @@ def online(
                 ),
                 values=v,
                 layouts=("BDL",) if last else ("BLD",),
-                skip=_skip(D, v),
-                gates=_gates(z.mT if last and z is not None else z),
+                skip=_skip(d, v),
+                gates=_gates(gate),
             )
 
 
@@ -225,8 +224,7 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
     if x.dim() != 3 or x.shape != decay.shape or x.is_complex() or decay.is_complex():
         return
     gate = gate if torch.is_tensor(gate) and gate.shape == x.shape else None
-    for last in (False, True):
-        v, a, *z = (t.mT if last else t for t in (x, decay, gate) if torch.is_tensor(t))
+    for last, (v, a, z) in _channels_last(x, decay, gate):
         for log_decay in log_decays(a.unsqueeze(-1), a.to(working_dtype(x, decay)).unsqueeze(-1)):
             step = -log_decay[..., 0]
             ones = torch.ones_like(step)
@@ -236,8 +234,14 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
                     operator=DiagonalOperator(step, ones, -ones[0, 0, :, None], state, state),
                     values=values,
                     layouts=("BDL",) if last else ("BLD",),
-                    gates=tuple(z),
+                    gates=() if z is None else (z,),
                 )
+
+
+def _channels_last(*tensors: Any) -> Iterator[tuple[bool, list[Any]]]:
+    # Tensors (B, L, D) as they are, then taken for (B, D, L); others stay.
+    yield False, [*tensors]
+    yield True, [t.mT if t is not None and t.dim() == 3 else t for t in tensors]
 
 
 def _grouped(t: Tensor, L: int, channels: int, N: int, last: bool) -> Tensor | None:
