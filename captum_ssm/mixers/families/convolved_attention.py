@@ -18,9 +18,10 @@ from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.families.attention import freeze_attention
 from captum_ssm.mixers.families.short_convolution import residual_scale
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import ShortConv, previous, rms_factor
+from captum_ssm.mixers.parts import ShortConv, rms_factor
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import SumOperator
+from captum_ssm.operators.factors import lagged
 
 
 @adapts("InklingAttention", "Inkling2SlidingAttention", "Inkling2LoopSlidingAttention")
@@ -49,7 +50,7 @@ def freeze_inkling2(call: MixerCall) -> FrozenMixer:
     taps = (static + made).flatten(2, 3).clone()  # (B, L, D, K)
     taps[..., 0] += 1
     taps = taps / math.sqrt(2 * K + 1)
-    v = sum(taps[..., lag] * shifted for lag, shifted in enumerate(_by_lag(u, K)))
+    v = sum(taps[..., lag] * lagged(u, lag) for lag in range(K))
     scale = _norm(module, norm, v)
     assert scale is not None
     attention = freeze_attention(call)
@@ -115,10 +116,3 @@ def _per_query_head(module: Any, x: Tensor) -> Tensor:
     # (..., key heads P) to (..., heads P): several query heads read the values of one key head.
     parts = x.unflatten(-1, (-1, module.head_dim))
     return parts.repeat_interleave(module.num_key_value_groups, -2).flatten(-2)
-
-
-def _by_lag(u: Tensor, taps: int) -> list[Tensor]:
-    shifted = [u]
-    for _ in range(taps - 1):
-        shifted.append(previous(shifted[-1]))
-    return shifted

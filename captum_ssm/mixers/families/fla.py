@@ -12,7 +12,7 @@ after padding on the left and never reads padding on the right.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,18 +37,6 @@ from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator, one_state
 
 _SILU = ("silu", "swish")
-
-
-class _Gate(NamedTuple):
-    factor: Tensor | None = None
-    argument: Tensor | None = None  # if the factor is SiLU of it
-
-
-_NO_GATE = _Gate()
-
-
-def _silu_gate(z: Tensor) -> _Gate:
-    return _Gate(F.silu(z), z)
 
 
 def _project(call: MixerCall, name: str, x: Tensor) -> tuple[ShortConv, bool]:
@@ -88,12 +76,14 @@ def _frozen(
     norm: Any,
     groups: int,
     eps: float | None = None,
-    gate: _Gate = _NO_GATE,
+    gate: Tensor | None = None,
+    gate_argument: Tensor | None = None,
     bonus: Tensor | None = None,
 ) -> FrozenMixer:
     """The mixer around a recurrence, whose values are ``activation`` times the output of ``conv``.
 
     ``norm`` is an RMS or layer norm of ``groups`` of channels, with its own epsilon or ``eps``.
+    ``gate`` may be SiLU of its ``gate_argument``.
     ``bonus (B, L, H)`` is the weight of a token's own values, added after the norm (RWKV-7).
     """
     weight = None if norm.weight is None else call.parameter(norm.weight)
@@ -108,17 +98,17 @@ def _frozen(
         if bonus is not None:  # of which the mean is not part of the map
             own = bonus, mean.expand_as(bonus)
             offset = bonus * mean if offset is None else offset + bonus * mean
-    if offset is not None and gate.factor is not None:
-        offset = offset * gate.factor
-    if own is not None and gate.factor is not None:
-        own = own[0] * gate.factor, own[1]
+    if offset is not None and gate is not None:
+        offset = offset * gate
+    if own is not None and gate is not None:
+        own = own[0] * gate, own[1]
     mixer = FrozenMixer(
         recurrence=recurrence,
         **conv.arguments,
         **projection(call, call.module.o_proj),
         activation=activation,
-        gate=gate.factor,
-        gate_argument=gate.argument,
+        gate=gate,
+        gate_argument=gate_argument,
         offset=offset,
         own=own,
         state=call.state(by_key),
@@ -142,15 +132,23 @@ def _repeat_channels(
     return conv.channels(index), None if factor is None else factor[..., index]
 
 
-def _gate(call: MixerCall, x: Tensor) -> tuple[Any, _Gate]:
-    """The norm of RetNet and GLA, with the gate fused into it or not, and the gate."""
-    module = call.module
-    if not module.use_output_gate:
-        return module.g_norm, _NO_GATE
-    z = call.linear(module.g_proj, x)
-    if module.fuse_norm_and_gate:
-        return module.g_norm_swish_gate, _silu_gate(z)
-    return module.g_norm, _Gate(module.gate_fn(z))
+def _with_heads(
+    call: MixerCall, x: Tensor, mask: Tensor | None, recurrence: TokenOperator
+) -> FrozenMixer:
+    """RetNet and GLA around their recurrence; the gate may be fused into the norm."""
+    module, is_fused, z = call.module, call.module.fuse_norm_and_gate, None
+    values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, module.num_kv_groups)
+    if module.use_output_gate:
+        z = call.linear(module.g_proj, x)
+    return _frozen(
+        call,
+        recurrence,
+        *values,
+        norm=module.g_norm_swish_gate if is_fused else module.g_norm,
+        groups=module.num_heads,
+        gate=None if z is None else F.silu(z) if is_fused else module.gate_fn(z),
+        gate_argument=z if is_fused else None,
+    )
 
 
 def _mapped(call: MixerCall, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,9 +172,7 @@ def freeze_retention(call: MixerCall) -> FrozenMixer:
         log_decay=decay.to(call.dtype)[:, None].expand(*x.shape[:2], H, 1),
         width=module.head_v_dim,
     )
-    values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
-    norm, gate = _gate(call, x)
-    return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
+    return _with_heads(call, x, mask, recurrence)
 
 
 @adapts("fla.layers.gla.GatedLinearAttention")
@@ -184,7 +180,7 @@ def freeze_gla(call: MixerCall) -> FrozenMixer:
     """Gated linear attention: a decay per key dimension, from a low-rank projection."""
     module = call.module
     x, mask = masked_tokens(call)
-    H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
+    N, repeat = module.head_k_dim, module.num_kv_groups
     q, k = _mapped(call, x)
     step = call.linear(module.gk_proj[1], call.linear(module.gk_proj[0], x))
     log_decay = F.logsigmoid(_heads(step, N, repeat)) / module.gate_logit_normalizer
@@ -193,9 +189,7 @@ def freeze_gla(call: MixerCall) -> FrozenMixer:
     recurrence = LinearAttentionOperator(
         q * N**-0.5, k.repeat_interleave(repeat, 2), log_decay, width=module.head_v_dim
     )
-    values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
-    norm, gate = _gate(call, x)
-    return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
+    return _with_heads(call, x, mask, recurrence)
 
 
 def _forget_gate(call: MixerCall, f: Tensor) -> Tensor:
@@ -216,8 +210,9 @@ def freeze_hgrn(call: MixerCall) -> FrozenMixer:
     log_f = _forget_gate(call, _projected(call, "f", x))
     conv, activation = _values(call, x, mask, "i", always_silu=True)
     recurrence = one_state(-log_f, -torch.expm1(log_f))
-    gate = _silu_gate(call.linear(module.g_proj, x))
-    return _frozen(call, recurrence, conv, activation, norm=module.g_norm, groups=1, gate=gate)
+    z, norm = call.linear(module.g_proj, x), module.g_norm
+    gates: dict[str, Any] = {"gate": F.silu(z), "gate_argument": z}
+    return _frozen(call, recurrence, conv, activation, norm=norm, groups=1, **gates)
 
 
 @adapts("fla.layers.hgrn2.HGRN2Attention")
@@ -265,10 +260,8 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
         width=module.head_v_dim,
         bonus=(r * k * call.parameter(module.bonus)).sum(-1),
     )
-    norm, gate = module.g_norm, _Gate(module.gate_fn(z))
-    return _frozen(
-        call, recurrence, ShortConv(v), None, norm=norm, groups=module.num_heads, gate=gate
-    )
+    norm, H, gate = module.g_norm, module.num_heads, module.gate_fn(z)
+    return _frozen(call, recurrence, ShortConv(v), None, norm=norm, groups=H, gate=gate)
 
 
 @adapts("fla.layers.rwkv7.RWKV7Attention")
@@ -307,7 +300,7 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
         None,
         norm=module.g_norm,
         groups=module.num_heads,
-        gate=_Gate(_low_rank(call, module.g_lora, mixed["g"])),
+        gate=_low_rank(call, module.g_lora, mixed["g"]),
         bonus=(r * k * call.parameter(module.r_k)).sum(-1),
     )
 
@@ -360,13 +353,13 @@ def freeze_gated_delta_net(call: MixerCall) -> FrozenMixer:
 def _freeze_delta(
     call: MixerCall, x: Tensor, mask: Tensor | None, recurrence: TokenOperator
 ) -> FrozenMixer:
-    module, gate = call.module, _NO_GATE
+    module, norm, gates = call.module, call.module.o_norm, dict[str, Any]()
     if module.use_gate:
         z = call.linear(module.g_proj, x)
-        silu = module.o_norm.activation in _SILU
-        gate = _silu_gate(z) if silu else _Gate(torch.sigmoid(z))
+        is_silu = norm.activation in _SILU
+        gates = {"gate": F.silu(z), "gate_argument": z} if is_silu else {"gate": torch.sigmoid(z)}
     values = _values(call, x, mask, always_silu=not module.use_short_conv)
-    return _frozen(call, recurrence, *values, norm=module.o_norm, groups=recurrence.maps, gate=gate)
+    return _frozen(call, recurrence, *values, norm=norm, groups=recurrence.maps, **gates)
 
 
 @adapts("fla.layers.mamba2.Mamba2")

@@ -23,7 +23,7 @@ from captum_ssm.mixers.parts import (
     activation_factor,
     masked_tokens,
     projection,
-    rms_factor,
+    rms_scale,
     short_conv,
 )
 from captum_ssm.mixers.registry import adapts
@@ -82,13 +82,10 @@ def freeze_scan(
     if norm_before_gate is None:
         return mixer
     norm = module.norm
-    eps = getattr(norm, "variance_epsilon", None) or norm.eps
     # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
     size = getattr(norm, "group_size", None) or D // getattr(norm, "n_groups", 1)
-    weight = call.parameter(norm.weight)
-    return mixer.normed(
-        lambda y: rms_factor(y if norm_before_gate else y * gate, weight, eps, D // size)
-    )
+    scale_of = rms_scale(call, norm, D // size)
+    return mixer.normed(lambda y: scale_of(y if norm_before_gate else y * gate))
 
 
 @adapts(
