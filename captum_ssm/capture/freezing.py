@@ -118,7 +118,7 @@ def freeze(
         query=None if weights is None else [w.to(device, dtype) for w in weights],
         score=score,
         others=[_brought(call, device) for call in recording.others],
-        grid=recording.grid(request.module),
+        grid=recording.grid,
         unruled=recording.unruled,
         operations=recording.operations,
         live=live,

@@ -55,10 +55,7 @@ class Promise:
 
     def of(self, end: int, seed: Tensor, steps: Sequence[Tensor]) -> float:
         """What a backward pass from a seed at an end says of steps: their products, added up."""
-        if not self.ends[end].requires_grad:
-            return 0.0
-        found = self._gradients([end], [seed.to(self.ends[end])])
-        pairs = zip(found, steps, strict=True)
+        pairs = zip(self._from(end, seed.to(self.ends[end])), steps, strict=True)
         return sum(float((g.double() * step).sum()) for g, step in pairs if g is not None)
 
     def is_shown(self, end: int, token: tuple[int, ...], steps: Sequence[Tensor]) -> bool:
@@ -66,21 +63,22 @@ class Promise:
         if (end, token) not in self._read:
             seed = torch.zeros_like(self.ends[end])
             seed[token] = torch.nan
-            is_live = self.ends[end].requires_grad
-            found = self._gradients([end], [seed]) if is_live else [None] * len(steps)
-            self._read[end, token] = [None if g is None else g != 0 for g in found]
+            self._read[end, token] = [None if g is None else g != 0 for g in self._from(end, seed)]
         pairs = zip(self._read[end, token], steps, strict=True)
         return any(bool((read & (step != 0)).any()) for read, step in pairs if read is not None)
 
     def reads(self, end: int) -> list[Tensor]:
         """Which entries of the starts an end as a whole depends on, bool, of their shapes."""
         seed = torch.full_like(self.ends[end], torch.nan)
-        is_live = self.ends[end].requires_grad
-        found = self._gradients([end], [seed]) if is_live else [None] * len(self.starts)
         return [
             torch.zeros_like(x, dtype=torch.bool) if g is None else g != 0
-            for x, g in zip(self.starts, found, strict=True)
+            for x, g in zip(self.starts, self._from(end, seed), strict=True)
         ]
+
+    def _from(self, end: int, seed: Tensor) -> Sequence[Tensor | None]:
+        # The gradients at the starts of one end.
+        is_live = self.ends[end].requires_grad
+        return self._gradients([end], [seed]) if is_live else [None] * len(self.starts)
 
     def _gradients(
         self, ends: Sequence[int], seeds: Sequence[Tensor], **options: bool

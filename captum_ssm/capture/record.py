@@ -22,7 +22,7 @@ from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.session import find_points, instrumented, traced, without_compiler
+from captum_ssm.capture.session import find_points, instrumented, traced
 from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.capture.visits import Visits, is_table
 from captum_ssm.errors import UnsupportedModelError
@@ -121,7 +121,6 @@ def _record_once(
     gradients = score is not None
     grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
     with (
-        without_compiler(),
         plain_graph(),
         torch.inference_mode(False),
         grad_mode(),
@@ -137,16 +136,8 @@ def _record_once(
             stack.enter_context(substitute.around(copies.root))
         if cuts is not None and not gradients:
             _differentiable(copies.root)
-        visits = Visits(
-            request,
-            of_copies.module,
-            mixers,
-            substitute,
-            cuts,
-            bar,
-            gradients=gradients,
-            whole=whole,
-        )
+        root = of_copies.module
+        visits = Visits(request, root, mixers, substitute, cuts, bar, gradients, whole)
         noted, points = visits.operations.noted(), {**mixers, **others}
         run = partial(of_copies.run, visits.inputs(), noted)
         if may_fill(request) and (cuts is not None or substitute is not None):
@@ -203,7 +194,7 @@ def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
     logits, request = extract_logits(recording.output), recording.request
     if not cuts.is_connected(logits):
         return recording
-    in_grid = recording.grid(request.module) is not None
+    in_grid = recording.grid is not None
     wiring = measure(
         cuts,
         logits,

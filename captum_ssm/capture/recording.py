@@ -133,9 +133,10 @@ class Recording:
         """The first mixer's. A model may be spread over devices; results are on this one."""
         return self.calls[0].output.device
 
-    def grid(self, model: nn.Module) -> TokenGrid | None:
+    @property
+    def grid(self) -> TokenGrid | None:
         """Which token of the last mixer is which patch of the input, where the model tells."""
-        inputs = self.request.inputs
+        inputs, model = self.request.inputs, self.request.module
         if len(inputs) > 1:
             return None
         return find_token_grid(model, self.arguments, inputs[0], self.shape[1])
@@ -159,16 +160,20 @@ class Recording:
         ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
         keeps = self.wiring is not None and self.wiring.needs_graph
         found = gradients_at(ends, target, retain_graph=keeps)
-        count = len(wanted)
-        carrying = replace(self, edges=()).carrying(dict(zip(wanted, found[:count], strict=True)))
-        carrying = carrying._read_by(reading, unruled)
-        if self.wiring is None:
-            return carrying
-        known = {
-            way: replace(way, gradient=g) for way, g in zip(starts, found[count:], strict=True)
-        }
-        wiring = replace(self.wiring, inputs=tuple(known.get(way, way) for way in ways))
-        return replace(carrying, wiring=wiring)
+        gradients = dict(zip(wanted, found, strict=False))
+        if all(gradients.get(call.order) is None for call in self.calls):
+            # A score may have a graph of its own: that of a head after a detached backbone.
+            raise no_graph()
+        known = dict(zip(starts, found[len(wanted) :], strict=True))
+        inputs = (replace(way, gradient=known[way]) if way in known else way for way in ways)
+        return replace(
+            self,
+            calls=_carrying(self.calls, _or_zeros(self.calls, gradients)),
+            others=_carrying(self.others, _or_zeros(self.others, gradients) | reading),
+            wiring=None if self.wiring is None else replace(self.wiring, inputs=tuple(inputs)),
+            edges=(),
+            unruled=unruled,
+        )
 
     def with_readout(self, target: Tensor) -> Recording:
         """This recording with the gradient of ``target`` at the calls after the last mixer."""
@@ -180,17 +185,8 @@ class Recording:
         reading, unruled = self._reading(target)
         keeps = bool(self.ports) or (self.wiring is not None and self.wiring.needs_graph)
         found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
-        gradients = {
-            call.order: torch.zeros_like(call.output) if gradient is None else gradient
-            for call, gradient in zip(wanted, found, strict=True)
-        }
-        others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
-        return replace(self, others=others)._read_by(reading, unruled)
-
-    def _read_by(self, reading: Mapping[int, Tensor | None], unruled: frozenset[str]) -> Recording:
-        others = [
-            replace(call, gradient=reading.get(call.order, call.gradient)) for call in self.others
-        ]
+        gradients = dict(zip((call.order for call in wanted), found, strict=True))
+        others = _carrying(self.others, _or_zeros(wanted, gradients) | reading)
         return replace(self, others=others, unruled=unruled)
 
     def _reading(self, target: Tensor) -> tuple[dict[int, Tensor | None], frozenset[str]]:
@@ -220,19 +216,21 @@ class Recording:
                     unruled.update(without_rule(carries))
         return found, frozenset(unruled)
 
-    def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
-        """This recording with gradients at the calls' outputs, by the calls' order."""
-        if all(gradients.get(call.order) is None for call in self.calls):
-            # A score may have a graph of its own: that of a head after a detached backbone.
-            raise no_graph()
 
-        def one(call: MixerCall) -> MixerCall:
-            found = gradients.get(call.order)
-            return replace(call, gradient=torch.zeros_like(call.output) if found is None else found)
+# Gradients at the calls' outputs are by the calls' order.
 
-        return replace(
-            self, calls=[one(call) for call in self.calls], others=[one(c) for c in self.others]
-        )
+
+def _or_zeros(
+    calls: Sequence[MixerCall], gradients: Mapping[int, Tensor | None]
+) -> dict[int, Tensor | None]:
+    found = {call.order: (call.output, gradients.get(call.order)) for call in calls}
+    return {k: torch.zeros_like(y) if g is None else g for k, (y, g) in found.items()}
+
+
+def _carrying(
+    calls: Sequence[MixerCall], gradients: Mapping[int, Tensor | None]
+) -> list[MixerCall]:
+    return [replace(call, gradient=gradients.get(call.order)) for call in calls]
 
 
 def require_graph(score: Tensor) -> None:

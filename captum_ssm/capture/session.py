@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -64,13 +64,13 @@ def instrumented(request: Request) -> Iterator[tuple[Request, Copies]]:
         if callable(rescale):
             rescale()
     with (
-        copied(model, *_modules_in(request.forward_func)) as copies,
+        on_thrown_away(request) as (of_copies, copies),
         reloaded_in_backward(copies.root),
         bound(IS_RECORDED, True),
     ):
         for module in copies.root.modules():
             _unwrapped(module)
-        yield on_copies(request, copies), copies
+        yield of_copies, copies
 
 
 def _unwrapped(module: nn.Module) -> None:
@@ -82,34 +82,19 @@ def _unwrapped(module: nn.Module) -> None:
             module.__dict__["forward"] = MethodType(state.original, module)
 
 
-def on_copies(request: Request, copies: Copies) -> Request:
-    """A request that runs copies of its model's modules."""
-    forward = request.forward_func
-    function = unwrap(forward) if is_model(forward) else forward
-    return replace(request, forward_func=copies.of(function), model=copies.root)
-
-
 @contextmanager
 def on_thrown_away(request: Request) -> Iterator[tuple[Request, Copies]]:
     """A request that runs copies of its model's modules, and these copies, without nnsight."""
-    modules = _modules_in(request.forward_func)
-    with copied(request.module, *modules) as copies, without_compiler():
-        yield on_copies(request, copies), copies
+    function = request.forward_func
+    function = unwrap(function) if is_model(function) else function
+    modules = [function] if isinstance(function, nn.Module) else []
+    with without_compiler(), copied(request.module, *modules) as copies:
+        yield replace(request, forward_func=copies.of(function), model=copies.root), copies
 
 
-def _modules_in(forward_func: Any) -> list[nn.Module]:
-    return [unwrap(forward_func)] if is_model(forward_func) else []
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    # What torch.compile would trace, wherever forward_func calls a compiled model, is the
-    # recording, anew for every run.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with _EAGER.block():
-        yield
+def without_compiler() -> AbstractContextManager[None]:
+    """Without compiled models: what would be traced, anew for every run, is the recording."""
+    return _EAGER.block() if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Stance:

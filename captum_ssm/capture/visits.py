@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,28 +33,25 @@ from captum_ssm.utils.saved_tensors import written_over
 from captum_ssm.wiring.cuts import RunCuts
 
 
+@dataclass(eq=False)
 class Visits:
     """The calls of a run: what is kept of each, and what the model goes on with.
 
     Modules are copies of the user's.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        root: nn.Module,
-        mixers: Mapping[nn.Module, str],
-        substitute: FrozenStandIns | None,
-        cuts: RunCuts | None,
-        bar: Bar,
-        *,
-        gradients: bool,
-        whole: bool,
-    ) -> None:
-        self.request, self.mixers, self.bar = request, mixers, bar
-        self.substitute, self.cuts = substitute, cuts
-        self.gradients, self.whole = gradients, whole
-        self.ids = {k: x for k, x in enumerate(request.inputs) if not x.is_floating_point()}
+    request: Request
+    root: nn.Module
+    mixers: Mapping[nn.Module, str]
+    substitute: FrozenStandIns | None
+    cuts: RunCuts | None
+    bar: Bar
+    gradients: bool
+    whole: bool
+
+    def __post_init__(self) -> None:
+        inputs, substitute = self.request.inputs, self.substitute
+        self.ids = {k: x for k, x in enumerate(inputs) if not x.is_floating_point()}
         self.embedded: list[Tensor] = []  # the ids that the table was given
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
         self.inner = InnerResults()
@@ -63,14 +60,14 @@ class Visits:
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
         self.versions: list[tuple[Tensor, int]] = []  # of what other modules are given and return
         # Some mixer has its channels first, so other modules may have them first too.
-        self.channels_first = any(channels_of(module) == 1 for module in mixers)
-        self.table = input_embeddings(root)
-        widths = [m.embedding_dim for m in root.modules() if isinstance(m, nn.Embedding)]
+        self.channels_first = any(channels_of(module) == 1 for module in self.mixers)
+        self.table = input_embeddings(self.root)
+        widths = [m.embedding_dim for m in self.root.modules() if isinstance(m, nn.Embedding)]
         self.width = max(widths, default=0)
         self.grad_mode = torch.is_grad_enabled()
         # What is inside a mixer is recomputed; only what is outside needs its graph.
-        keep = partial(self.inner.running, linears=substitute is None and not whole)
-        for module in mixers:
+        keep = partial(self.inner.running, linears=substitute is None and not self.whole)
+        for module in self.mixers:
             if substitute is not None:
                 substitute.prepare(module)
                 run_in(substitute.running, module)
@@ -94,20 +91,17 @@ class Visits:
             return self._entered(module, inputs)
 
     def _entered(self, module: nn.Module, inputs: Any) -> Any:
-        if module in self.mixers:
-            # Before the mixer writes into its cache.
-            call = self._call(module, inputs, None)
-            _check_ordinary(call)
-            _check_device(module, call.path, "is given", call.given_tokens())
-            self.pasts[module] = past_before(call)
         if module not in self.mixers:
             return map_tensors(Tensor.clone, inputs) if copies_are_kept() else inputs
-        if self.cuts is None:
-            return inputs
         # A mixer's forward may run without a graph.
         with torch.set_grad_enabled(self.grad_mode):
             call = self._call(module, inputs, None)
             tokens = call.given_tokens()
+            _check_ordinary(call)
+            _check_device(module, call.path, "is given", tokens)
+            self.pasts[module] = past_before(call)  # before the mixer writes into its cache
+            if self.cuts is None:
+                return inputs
             given = self.cuts.enter(tokens)
 
             def one(value: Any) -> Any:
