@@ -641,7 +641,6 @@ def test_compiles_as_one_graph(name, backend):
 
 D = each(diagonal(2, 5, 4, 2, 2, 3, True), Tensor.float)
 H = each(linear_attention(2, 5, 4, 3, (False, True, True)), Tensor.float)
-TAPS = (torch.zeros(1, 2, 3, 9), torch.zeros(2, 1, 4, 9), None, torch.zeros(1, 4, 3, 6))
 V, W, THREE = torch.zeros(2, 5, 4), torch.zeros(2, 5, 2, 6), torch.zeros(2, 5, 3, 2)
 
 
@@ -761,42 +760,6 @@ def test_taps_of_any_layout():
     torch.testing.assert_close(out.double(), naive_taps(rows, values, None, 7), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_of_taps(device):
-    args = (torch.randn(1, 2, 3, 9), torch.randn(2, 1, 4, 9), torch.randn(1, 4, 3))
-    torch.library.opcheck(torch.ops.captum_ssm.tap_rows, at(device, (*args, TAPS[-1].clone())))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({0: torch.zeros(1, 3, 3, 9)}, ValueError, "rows has shape"),
-        ({0: torch.zeros(9)}, ValueError, "rows has shape"),
-        ({0: torch.zeros(1, 2, 3, 5), 1: torch.zeros(2, 1, 4, 5)}, ValueError, "rows has shape"),
-        ({1: torch.zeros(2, 1, 3, 9)}, ValueError, "values has shape"),
-        ({2: torch.zeros(1, 3, 4)}, ValueError, "left has shape"),
-        ({1: TAPS[1].double()}, TypeError, "one dtype"),
-    ],
-)
-def test_arguments_of_taps_are_checked(changes, error, message):
-    with pytest.raises(error, match=message):
-        kernels.tap_rows(*(changes.get(k, x) for k, x in enumerate(TAPS)))
-
-
-@pytest.mark.skipif(not kernels.extension_loaded(), reason="no kernels")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({3: torch.empty(1, 4, 9, 3).mT}, "contiguous"),
-        ({1: TAPS[1][..., :8], 3: torch.empty(1, 4, 3, 9)}, "do not agree"),
-        ({1: TAPS[1].double(), 3: torch.empty(1, 4, 3, 9)}, "one dtype"),
-    ],
-)
-def test_the_kernel_of_taps_guards_memory_itself(changes, message):
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.captum_ssm.tap_rows(*(changes.get(k, x) for k, x in enumerate(TAPS)))
-
-
 # Batch, tokens, maps, rows, width.
 DISTANCE_SHAPES = [
     (1, 1, 1, 1, 1),
@@ -832,43 +795,6 @@ def test_the_torch_form_of_distances_takes_blocks(monkeypatch):
     whole = distances_module.map_distances_torch(*args)
     monkeypatch.setattr(distances_module, "_BLOCK", 90)
     torch.testing.assert_close(distances_module.map_distances_torch(*args), whole)
-
-
-DISTANCES = (torch.randn(1, 4, 2, 3), torch.randn(1, 4, 2, 5), torch.randn(1, 3, 5))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_of_distances(device):
-    torch.library.opcheck(torch.ops.captum_ssm.map_distances, at(device, DISTANCES))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({0: torch.zeros(4, 2, 3)}, ValueError, "maps has shape .* 4 dimensions"),
-        ({1: torch.zeros(1, 4, 3, 5)}, ValueError, "values has shape"),
-        ({2: torch.zeros(1, 4, 5)}, ValueError, "outputs has shape"),
-        ({2: torch.zeros(3, 5)}, ValueError, "outputs has shape .* 3 dimensions"),
-        ({1: DISTANCES[1].double()}, TypeError, "one dtype"),
-    ],
-)
-def test_arguments_of_distances_are_checked(changes, error, message):
-    with pytest.raises(error, match=message):
-        kernels.map_distances(*(changes.get(k, x) for k, x in enumerate(DISTANCES)))
-
-
-@pytest.mark.skipif(not kernels.extension_loaded(), reason="no kernels")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({1: torch.zeros(1, 4, 2, 4)}, "do not agree"),
-        ({2: torch.zeros(1, 2, 5)}, "do not agree"),
-        ({1: DISTANCES[1].double()}, "one dtype"),
-    ],
-)
-def test_the_kernel_of_distances_guards_memory_itself(changes, message):
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.captum_ssm.map_distances(*(changes.get(k, x) for k, x in enumerate(DISTANCES)))
 
 
 def run_again(selection: str, **environment: str) -> None:
@@ -931,27 +857,79 @@ def test_weighted_rows_match_the_definition(shape, dtype, form):
         assert torch.equal(function(rows, left, wide, length), found)
 
 
-def test_opcheck_of_weighted_rows():
-    arguments = (*weighted_arguments((2, 2, 3, 4, 9, 2)), 5)
-    torch.library.opcheck(torch.ops.captum_ssm.weighted_rows, arguments)
+# What the operations of tensors alone, which have no gradient, may be given.
+TAPS = (torch.randn(1, 2, 3, 9), torch.randn(2, 1, 4, 9), None, torch.zeros(1, 4, 3, 6))
+DISTANCES = (torch.randn(1, 4, 2, 3), torch.randn(1, 4, 2, 5), torch.randn(1, 3, 5))
+PLAIN = {
+    "tap_rows": TAPS,
+    "map_distances": DISTANCES,
+    "weighted_rows": (*weighted_arguments((2, 2, 3, 4, 9, 2)), 5),
+}
+
+
+def changed(operation: str, changes: dict[int, Any]) -> list[Any]:
+    return [changes.get(k, x) for k, x in enumerate(PLAIN[operation])]
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "error", "message"),
+    ("operation", "changes"),
+    [("tap_rows", {2: torch.randn(1, 4, 3)}), *((name, {}) for name in PLAIN)],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_operations_without_gradients(device, operation, changes):
+    arguments = at(device, changed(operation, changes))
+    torch.library.opcheck(getattr(torch.ops.captum_ssm, operation), arguments)
+
+
+@pytest.mark.parametrize(
+    ("operation", "changes", "error", "message"),
     [
-        (0, torch.zeros(2, 2, 4), ValueError, "rows has shape .* 4 dimensions"),
-        (1, torch.zeros(2, 4, 5), ValueError, "left has shape .* a multiple of M = 2"),
-        (2, torch.zeros(2, 2, 6, 8), ValueError, r"sources has shape .* \(2, 6, 9\)"),
-        (2, torch.zeros(2, 2, 6, 9).double(), TypeError, "expected one dtype"),
+        ("tap_rows", {0: torch.zeros(1, 3, 3, 9)}, ValueError, "rows has shape"),
+        ("tap_rows", {0: torch.zeros(9)}, ValueError, "rows has shape"),
+        (
+            "tap_rows",
+            {0: torch.zeros(1, 2, 3, 5), 1: torch.zeros(2, 1, 4, 5)},
+            ValueError,
+            "rows has shape",
+        ),
+        ("tap_rows", {1: torch.zeros(2, 1, 3, 9)}, ValueError, "values has shape"),
+        ("tap_rows", {2: torch.zeros(1, 3, 4)}, ValueError, "left has shape"),
+        ("tap_rows", {1: TAPS[1].double()}, TypeError, "one dtype"),
+        ("map_distances", {0: torch.zeros(4, 2, 3)}, ValueError, "maps has shape .* 4 dimensions"),
+        ("map_distances", {1: torch.zeros(1, 4, 3, 5)}, ValueError, "values has shape"),
+        ("map_distances", {2: torch.zeros(1, 4, 5)}, ValueError, "outputs has shape"),
+        ("map_distances", {2: torch.zeros(3, 5)}, ValueError, "outputs has shape .* 3 dimensions"),
+        ("map_distances", {1: DISTANCES[1].double()}, TypeError, "one dtype"),
+        ("weighted_rows", {0: torch.zeros(2, 2, 4)}, ValueError, "rows has shape .* 4 dimensions"),
+        ("weighted_rows", {1: torch.zeros(2, 4, 5)}, ValueError, "left has shape .* of M = 2"),
+        ("weighted_rows", {2: torch.zeros(2, 2, 6, 8)}, ValueError, r"sources has .* \(2, 6, 9\)"),
+        ("weighted_rows", {2: torch.zeros(2, 2, 6, 9).double()}, TypeError, "expected one dtype"),
     ],
 )
-def test_arguments_of_weighted_rows_are_checked(place, value, error, message):
-    arguments = list(weighted_arguments((2, 2, 3, 4, 9, 2)))
-    arguments[place] = value
+def test_their_arguments_are_checked(operation, changes, error, message):
     with pytest.raises(error, match=message):
-        kernels.weighted_rows(*arguments)
-    with pytest.raises(RuntimeError, match="captum_ssm"):
-        torch.ops.captum_ssm.weighted_rows(*arguments, 5)
+        getattr(kernels, operation)(*changed(operation, changes))
+
+
+@pytest.mark.skipif(not kernels.extension_loaded(), reason="no kernels")
+@pytest.mark.parametrize(
+    ("operation", "changes", "message"),
+    [
+        ("tap_rows", {3: torch.empty(1, 4, 9, 3).mT}, "contiguous"),
+        ("tap_rows", {1: TAPS[1][..., :8], 3: torch.empty(1, 4, 3, 9)}, "do not agree"),
+        ("tap_rows", {1: TAPS[1].double(), 3: torch.empty(1, 4, 3, 9)}, "one dtype"),
+        ("map_distances", {1: torch.zeros(1, 4, 2, 4)}, "do not agree"),
+        ("map_distances", {2: torch.zeros(1, 2, 5)}, "do not agree"),
+        ("map_distances", {1: DISTANCES[1].double()}, "one dtype"),
+        ("weighted_rows", {0: torch.zeros(2, 2, 4)}, "captum_ssm"),
+        ("weighted_rows", {1: torch.zeros(2, 4, 5)}, "captum_ssm"),
+        ("weighted_rows", {2: torch.zeros(2, 2, 6, 8)}, "captum_ssm"),
+        ("weighted_rows", {2: torch.zeros(2, 2, 6, 9).double()}, "captum_ssm"),
+    ],
+)
+def test_their_kernels_guard_memory_themselves(operation, changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops.captum_ssm, operation)(*changed(operation, changes))
 
 
 def test_forced_torch_forms():
