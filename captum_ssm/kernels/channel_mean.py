@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
     # Rows are cut into tiles. The columns left of a tile are one matrix product, with decays split
     # at the tile's first row. The triangle on the diagonal of a tile is halved recursively, each
     # level of all tiles being one batched product.
-    batch, length, channels = c.dt.shape
-    states = c.A.shape[1]
+    (batch, length, channels), states = c.dt.shape, c.A.shape[1]
     stop = length if stop is None else stop
     rows = stop - start
     tile = min(256, 1 << (rows - 1).bit_length())
@@ -49,7 +47,9 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
         t = part.dt.clamp(max=HUGE).double()
         t_near, r_near, b_near, c_near = near(t), near(right), near(B), near(part.C)
         f = None if part.left is None else near(part.left)
-        factors = _Columns.of(part, stop, padded - rows)
+        # They begin where panels do that a convolution has extended to the left.
+        columns, ends = part.columns, (0, 0, extra, padded - rows)
+        columns = None if columns is None else F.pad(columns[:, :stop], ends)
 
         for first in range(0, padded, tile):
             edge, at = start + first, slice(first, first + tile)
@@ -57,17 +57,17 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
                 continue
             p = _panel(t_near[:, at].cumsum(1), A, c_near[:, at], None if f is None else f[:, at])
             q = _panel(_after(t[:, :edge], 1), A, B[:, :edge], right[:, :edge])
-            out[:, at, : extra + edge] += p @ _fold(q, conv, factors.before(edge)).mT
+            out[:, at, : extra + edge] += p @ _fold(q, conv, columns).mT
 
         for h in halves:
             early, late = partial(_half, h, 0), partial(_half, h, 1)  # the sources and the rows
             q = _panel(_after(early(t_near), 2), A, early(b_near), early(r_near))
             p = _panel(late(t_near).cumsum(2), A, late(c_near), None if f is None else late(f))
-            triangles[h] += p @ _fold(q, conv, factors.blocks(start, h, 2 * h)).mT
+            triangles[h] += p @ _fold(q, conv, columns, start, 2 * h).mT
 
         z = (b_near * c_near).sum(-1, keepdim=True) * r_near.unflatten(-1, (B.shape[2], -1))
-        z = _fold(scaled(z.flatten(2), f)[:, :, None], conv, factors.blocks(start, 1, 1))
-        diagonal += z.sum(-1)
+        z = scaled(z.flatten(2), f)[:, :, None]
+        diagonal += _fold(z, conv, columns, start, 1).sum(-1)
 
     for h in halves:
         strides = (padded * width, 2 * h * (width + 1), width, 1)
@@ -115,34 +115,19 @@ def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor |
     return x.flatten(-3)
 
 
-class _Columns(NamedTuple):
-    # The factors of the columns, which start `extra` positions left of the first one; or none.
-    factors: Tensor | None
-    extra: int
+def _fold(
+    q: Tensor, conv: Tensor | None, columns: Tensor | None, start: int = 0, step: int | None = None
+) -> Tensor:
+    """Fold taps into a panel of sources, which then extends K - 1 columns further left.
 
-    @classmethod
-    def of(cls, c: DiagonalCoefficients, stop: int, after: int) -> _Columns:
-        extra = 0 if c.conv is None else c.conv.shape[1] - 1
-        if c.columns is None:
-            return cls(None, extra)
-        return cls(F.pad(c.columns[:, :stop], (0, 0, extra, after)), extra)
-
-    def before(self, edge: int) -> Tensor | None:
-        """The entries that sources before a position reach."""
-        return None if self.factors is None else self.factors[:, : self.extra + edge]
-
-    def blocks(self, start: int, size: int, step: int) -> Tensor | None:
-        """The entries that blocks of so many sources reach, one block every few positions."""
-        if self.factors is None:
-            return None
-        return self.factors[:, start:].unfold(1, self.extra + size, step).mT
-
-
-def _fold(q: Tensor, conv: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Fold taps into a panel of sources, which then extends K - 1 columns further left."""
+    The factors of the columns begin there too; in blocks of sources, one every ``step`` columns.
+    """
     if conv is not None:
         taps = conv.repeat_interleave(q.shape[-1] // len(conv), 0)
         q = causal_conv_transpose(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
     if columns is None:
         return q
+    reached = q.shape[-2]
+    columns = columns[:, start:]
+    columns = columns[:, :reached] if step is None else columns.unfold(1, reached, step).mT
     return (q.unflatten(-1, (columns.shape[-1], -1)) * columns.unsqueeze(-1)).flatten(-2)
