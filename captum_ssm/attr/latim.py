@@ -49,10 +49,10 @@ class LaTIM(TokenAttribution):
     - ``"alti_logit"``: what token j adds to the target's logit through all layers (eq. 7-8):
       the dot products of the vectors with the unembedding row of the target, carried to the
       input tokens by the ALTI mixing of the layers below, residual stream included, with the
-      final norm's denominator frozen. What follows a mixer before the stream, entry by entry (a
-      norm, a gate, a multiplier), is part of its vectors. What layers add beyond their mixers
-      (MLPs, the embedding itself) stays with its token; bias terms of output projections and of
-      the head belong to no token;
+      final norm's denominator frozen. What follows a mixer before the stream (a norm, a gate, a
+      multiplier, a matrix that joins two directions) is part of its vectors. What layers add
+      beyond their mixers (MLPs, the embedding itself) stays with its token; bias terms of output
+      projections and of the head belong to no token;
     - ``"flow_logit"``: the same dot products, carried by the positive edges of
       :class:`~captum_ssm.RelevanceFlow` for the target in place of ALTI's mixing, which knows none.
 

@@ -54,6 +54,8 @@ class FrozenCall:
             one of the model's. Default: None, the same
         scale (Tensor, optional): ``(E,)`` or ``(B, L, E)``, what the model multiplies the mixer's
             output by. The call and the frozen mixer hold it. Default: None
+        matrix (Tensor, optional): ``(E, E_mixer)``, by which it multiplies that output first. They
+            hold it too. Default: None
     """
 
     name: str
@@ -65,6 +67,7 @@ class FrozenCall:
     check: bool = field(repr=False)
     order: Tensor | None = field(default=None, repr=False)
     scale: Tensor | None = field(default=None, repr=False)
+    matrix: Tensor | None = field(default=None, repr=False)
     is_new: bool = field(default=True, init=False, repr=False)
 
     @property
@@ -82,6 +85,8 @@ class FrozenCall:
                 self._look_at(mixer)
             if self.order is not None:
                 mixer = ReorderedMixer.of(mixer, self.order)
+            if self.matrix is not None:
+                mixer = _projected(mixer, self.matrix.to(mixer.out_weight))
             if self.scale is not None:
                 mixer = _scaled(mixer, self.scale.to(mixer.out_weight))
         return moved(mixer, self.source.output.device, self.device)
@@ -100,6 +105,11 @@ class FrozenCall:
         """This call, of a mixer whose output the model multiplies by ``scale``, as above."""
         call = replace(self.call, result=self.call.output * scale.to(self.call.output))
         return replace(self, call=call, scale=scale)
+
+    def through(self, matrix: Tensor) -> FrozenCall:
+        """This call, of a mixer whose output goes through ``matrix``, as above."""
+        call = replace(self.call, result=self.call.output @ matrix.to(self.call.output).mT)
+        return replace(self, call=call, matrix=matrix)
 
     def of_first(self) -> FrozenCall:
         """This call of the first example, read and checked anew."""
@@ -130,6 +140,13 @@ class FrozenCall:
         warn_if_padding_is_read(self.name, call, mixer, self.mask)
         warn_of_shift(call, mixer)
         self.is_new = False
+
+
+def _projected(mixer: FrozenMixer, matrix: Tensor) -> FrozenMixer:
+    project = mixer.out_proj
+    return replace(
+        mixer, out_weight=matrix @ mixer.out_weight, out_proj=lambda y: project(y) @ matrix.mT
+    )
 
 
 def _scaled(mixer: FrozenMixer, scale: Tensor) -> FrozenMixer:

@@ -1,4 +1,4 @@
-"""How a stream of tokens holds an earlier one: as it is, or times a factor of each entry."""
+"""How a stream of tokens holds an earlier one: as it is, times a factor, or through a matrix."""
 
 from __future__ import annotations
 
@@ -43,36 +43,101 @@ def is_kept(root: Point, leaf: Point) -> bool:
     return any((edge.node, edge.output_nr) == at for _, edge in before)
 
 
-def factors(root: Point, leaves: Sequence[Point]) -> list[Tensor | None]:
+# The order of one example's tokens, (L,), in each leaf: which of the root's each is; None for its.
+TokenOrders = Sequence[Tensor | None]
+
+
+def factors(
+    root: Point, leaves: Sequence[Point], orders: TokenOrders | None = None
+) -> list[Tensor | None]:
     """What earlier tensors of its shape are multiplied by in a root, entry by entry.
 
     Ways through a matrix do not count, as those of an MLP, and the rest obeys the rules: norms and
     gates are constants. The graph is kept.
+
+    Args:
+        root (Point): the later tensor.
+        leaves (sequence of Point): earlier ones.
+        orders (sequence of Tensor, optional): by leaf, ``(L,)``: token t is this one of the root's
+            example; None for the same. Default: None, the same for all
 
     Returns:
         list of Tensor: by leaf; ``(E,)`` where it is the same for all tokens. None where it is no
         factor, as by a matrix or a layer norm, or the root does not depend on the leaf.
     """
     nodes = [leaf.edge.node for leaf in leaves]
-    between = nodes_before([root.edge.node], nodes)
+    between = nodes_before([root.edge.node], nodes).difference(nodes)
     matrices = [GradientEdge(node, 0) for node in between if kind_of(node) in MATRICES]
     ones, noise = torch.ones_like(root.noise()), root.noise()
     with torch.inference_mode(False), torch.enable_grad(), ruled([root.edge.node], nodes):
-        whole = gradients([root], [noise], leaves)
+        whole = _gradients(root, noise, leaves, orders)
         with closed(matrices):
-            found = [gradients([root], [seed], leaves) for seed in (ones, noise)]
+            found = [_gradients(root, seed, leaves, orders) for seed in (ones, noise)]
     sides = zip(whole, *found, strict=True)
-    return [_factor(leaf, noise, *sides_of) for leaf, sides_of in zip(leaves, sides, strict=True)]
+    return [_factor(root, noise, *sides_of) for sides_of in sides]
 
 
 def _factor(
-    leaf: Point, noise: Tensor, whole: Tensor | None, g: Tensor | None, moved: Tensor | None
+    root: Point, noise: Tensor, whole: Tensor | None, g: Tensor | None, moved: Tensor | None
 ) -> Tensor | None:
-    if whole is None or g is None or moved is None:
+    if whole is None or g is None or moved is None or g.shape != noise.shape:
         return None
-    rounding = max(_ROUNDING, 2 * torch.finfo(leaf.dtype).eps, 2 * torch.finfo(noise.dtype).eps)
+    rounding = _rounding(g.dtype, noise.dtype)
     is_closed = not bool(moved.any()) and bool(whole.any())
     if is_closed or not bool((moved - g * noise).norm() <= rounding * moved.norm()):
         return None
     is_same = bool((g - g[:1]).norm() <= rounding * g.norm())
-    return g[0] if is_same else g.view(*leaf.shape[:-1], -1)
+    return g[0] if is_same else root.unflat(g)
+
+
+def projections(
+    root: Point, leaves: Sequence[Point], orders: TokenOrders | None = None
+) -> list[Tensor | None]:
+    """The matrix by which each token of earlier tensors enters the one in its place in a root.
+
+    All ways count, and obey the rules: norms and gates are constants. The graph is kept. The
+    arguments are those of :func:`factors`.
+
+    Returns:
+        list of Tensor: by leaf, ``(E_root, E_leaf)``. None where it is not the same for all tokens,
+        or tokens read others.
+    """
+    nodes, noise = [leaf.edge.node for leaf in leaves], root.noise()
+    T, E = noise.shape
+    matrices = [noise.new_zeros(E, leaf.width) for leaf in leaves]
+    with torch.inference_mode(False), torch.enable_grad(), ruled([root.edge.node], nodes):
+        # A channel per token: one pass for as many channels as there are tokens.
+        for channels in torch.arange(E, device=noise.device).split(T):
+            seed = torch.zeros_like(noise)
+            tokens = torch.arange(len(channels), device=noise.device)
+            seed[tokens, channels] = 1
+            found = _gradients(root, seed, leaves, orders)
+            for matrix, g in zip(matrices, found, strict=True):
+                if g is not None and len(g) == T:
+                    matrix[channels] = g[tokens]
+        whole = _gradients(root, noise, leaves, orders)
+    sides = zip(matrices, whole, strict=True)
+    return [matrix if _is_product(noise, matrix, g) else None for matrix, g in sides]
+
+
+def _gradients(
+    root: Point, seed: Tensor, leaves: Sequence[Point], orders: TokenOrders | None
+) -> list[Tensor | None]:
+    # The gradients at the leaves, (T, E) each, with the tokens in the root's order.
+    found = gradients([root], [seed], leaves)
+    for k, (g, order) in enumerate(zip(found, orders or [None] * len(found), strict=True)):
+        if g is not None and order is not None:
+            back = torch.argsort(order).to(g.device)
+            found[k] = g.unflatten(0, (-1, len(order)))[:, back].flatten(0, 1)
+    return found
+
+
+def _is_product(noise: Tensor, matrix: Tensor, g: Tensor | None) -> bool:
+    if g is None or len(g) != len(noise):
+        return False
+    off = (g - noise @ matrix).norm()
+    return bool(off <= _rounding(g.dtype, noise.dtype) * g.norm())
+
+
+def _rounding(*dtypes: torch.dtype) -> float:
+    return max(_ROUNDING, *(2 * torch.finfo(dtype).eps for dtype in dtypes))

@@ -279,3 +279,33 @@ def test_a_multiplier_is_as_good_as_one_in_the_projection(kind, tokens):
             LaTIM(one).attribute(x, 1, activation="gate", layer=layer) for one in (model, within)
         )
         assert_close(found.sum(-1), truth.sum(-1), 1e-9)
+
+
+class Projecting(Layer):
+    """What its mixer returns goes through a matrix before it is added."""
+
+    def __init__(self, mlp: bool) -> None:
+        super().__init__(mlp)
+        self.join = nn.Linear(E, E, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.join(self.mixer(self.norm(h)))
+
+
+def test_a_matrix_after_a_mixer_of_several_grids_is_said():
+    """What each layer adds is right all the same; the last layer mixes nothing of later ones."""
+    model, x = TwoGrids(), noise(1, 8, 3)
+    model.coarse = Projecting(mlp=False)
+    LaTIM(made(model)).attribute(x, 1)
+    model.fine = Projecting(mlp=False)
+    with pytest.warns(UserWarning, match=r"fine\.mixer returned is multiplied by a matrix"):
+        found, delta = LaTIM(made(model)).attribute(x, 1, return_convergence_delta=True)
+    within = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in (within.fine, within.coarse):
+            layer.mixer.out_proj.weight.copy_(layer.join.weight @ layer.mixer.out_proj.weight)
+            layer.join.weight.copy_(torch.eye(E))
+    with pytest.warns(UserWarning, match="multiplied by a matrix"):
+        truth, expected = LaTIM(within).attribute(x, 1, return_convergence_delta=True)
+    assert_close(found.sum((1, 2)), truth.sum((1, 2)), 1e-9)
+    assert_close(delta, expected, 1e-9)

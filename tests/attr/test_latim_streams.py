@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from models import Residual, ids, made
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import LaTIM
+from captum_ssm.models import BidirectionalMamba
 
 L, E, TARGET = 9, 16, 3
 
@@ -25,6 +28,14 @@ class Blocks(Residual):
 
     def added(self, y: Tensor, given: Tensor) -> Tensor:
         return y
+
+    def vectors(self, x: Tensor, tokens: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """What block i adds to the stream, ``(B, L, E)``, and by token: ``(B, L, L, E)``."""
+        given, T = self.norms[i](x), LaTIM(self).contributions(tokens, i, list(range(L)))
+        # What follows the mixer is a factor of each entry, which is what it makes of ones.
+        y = self.mixers[i](given)
+        z = self.added(y, given)
+        return z, T * (z / y)[:, :, None]
 
     def whole(self, x: Tensor) -> Tensor:
         """What is made of the stream and the mixer's output, a factor of each entry."""
@@ -104,12 +115,9 @@ def by_hand(model: Blocks, tokens: Tensor) -> Tensor:
     x = model.embeddings(tokens)
     steps = []
     for i in range(3):
-        given, T = model.norms[i](x), LaTIM(model).contributions(tokens, i, list(range(L)))
-        # What follows the mixer is a factor of each entry, which is what it makes of ones.
-        y = model.mixers[i](given)
-        z = model.added(y, given)
+        z, T = model.vectors(x, tokens, i)
         of_stream = model.whole(x + z) / (x + z)
-        T, before, after = T * (of_stream * z / y)[:, :, None], of_stream * x, model.block(x, i)
+        T, before, after = T * of_stream[:, :, None], of_stream * x, model.block(x, i)
         steps.append((before, T, after - before - of_stream * z, of_stream))
         x = after
     scale = torch.rsqrt(x.square().mean(-1) + torch.finfo(x.dtype).eps)[:, -1:]
@@ -154,21 +162,99 @@ def test_a_large_token_hides_no_factor(make) -> None:
 
 
 class Projected(Blocks):
+    """A matrix lies between each mixer and the stream."""
+
     def added(self, y, given):
         return self.factor(y)
 
 
-def test_what_is_added_by_more_than_a_factor_is_read_off_the_graph() -> None:
-    """By the last mixer alone, whose vectors no later layer mixes."""
-    model, tokens = made(Projected), ids(1, L)
+class ProjectedBeforeMLP(Projected, WithMLP):
+    pass
+
+
+class ProjectedHalved(Projected, Halved):
+    pass
+
+
+class ProjectedNormed(Blocks):
+    """And then a norm, whose factor differs by token."""
+
+    def added(self, y, given):
+        return self.later(self.factor(y))
+
+
+class ProjectedByConv(Projected):
+    """The matrix is a convolution of one token."""
+
+    def added(self, y, given):
+        return F.conv1d(y.mT, self.factor.weight[..., None]).mT
+
+
+PROJECTED = [Projected, ProjectedBeforeMLP, ProjectedHalved, ProjectedNormed, ProjectedByConv]
+
+
+@pytest.mark.parametrize("make", PROJECTED)
+def test_a_matrix_between_a_mixer_and_the_stream_is_part_of_its_vectors(make) -> None:
+    """As if it were part of the mixer's output projection."""
+    model, tokens = made(make), ids(2, L)
     model.factor.bias.data.zero_()
-    found = LaTIM(model).attribute(tokens, target=TARGET, layer=-1)
+    found, delta = LaTIM(model).attribute(tokens, target=TARGET, return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-6
+    for mixer in model.mixers:
+        mixer.out_proj.weight.data = model.factor.weight.data @ mixer.out_proj.weight.data
+    model.factor.weight.data.copy_(torch.eye(E))
+    torch.testing.assert_close(found, LaTIM(model).attribute(tokens, target=TARGET))
+
+
+class Joined(Blocks):
+    """Two directions, read by one layer, as in models of speech and of time series."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = partial(BidirectionalMamba, E, state=4, bimamba_type="none")
+        self.backward_mixers = nn.ModuleList(make() for _ in range(3))
+        self.joining = nn.Linear(2 * E, E, bias=False)
+
+    def joined(self, x: Tensor, i: int) -> Tensor:
+        given = self.norms[i](x)
+        both = self.mixers[i](given), self.backward_mixers[i](given.flip(1)).flip(1)
+        return self.joining(torch.cat(both, -1))
+
+    def vectors(self, x, tokens, i):
+        latim, rows = LaTIM(self), list(range(L))
+        both = [latim.contributions(tokens, 2 * i + k, rows) for k in range(2)]
+        return self.joined(x, i), self.joining(torch.cat(both, -1))
+
+    def block(self, x, i):
+        return x + self.joined(x, i)
+
+
+class JoinedWithMLP(Joined):
+    def block(self, x, i):
+        x = super().block(x, i)
+        return x + self.mlp(self.later(x)).tanh()
+
+
+class Wide(Joined):
+    """One mixer, wider than the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for mixer in self.mixers:
+            mixer.out_proj = nn.Linear(mixer.out_proj.in_features, 2 * E, bias=False)
+
+    def joined(self, x, i):
+        return self.joining(self.mixers[i](self.norms[i](x)))
+
+    def vectors(self, x, tokens, i):
+        T = LaTIM(self).contributions(tokens, i, list(range(L)))
+        return self.joined(x, i), self.joining(T)
+
+
+@pytest.mark.parametrize("make", [Joined, JoinedWithMLP, Wide])
+def test_mixers_that_a_layer_joins_count_as_it_adds_them(make) -> None:
+    model, tokens = made(make), ids(2, L)
+    found, delta = LaTIM(model).attribute(tokens, target=TARGET, return_convergence_delta=True)
     with torch.no_grad():
-        x = model.embeddings(tokens)
-        for i in range(2):
-            x = model.block(x, i)
-        vectors = LaTIM(model).contributions(tokens, 2, [-1])[:, 0]  # (B, L, E)
-        x = model.block(x, 2)[:, -1:]
-        scale = torch.rsqrt(x.square().mean(-1) + torch.finfo(x.dtype).eps)
-        expected = scale * (model.factor(vectors) @ (model.head.weight[TARGET] * model.norm.weight))
-    torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, by_hand(model, tokens))
+    assert float(delta.abs().max()) < 1e-6

@@ -9,6 +9,7 @@ rows are shares.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,8 +31,9 @@ from captum_ssm.capture.unknown_mixers import warn_of_unknown
 from captum_ssm.discovery.measure.unfused import fused_norms
 from captum_ssm.discovery.scans import FunctionCall, intercepted
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_read_past
+from captum_ssm.graph.reachability import SegmentGraph, is_read_past, meetings
 from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.reordered import in_order
@@ -138,6 +140,19 @@ class ScoreGraph:
                 at_stream = at_stream.movedim(stream.channels, -1)
             coefficients.append((at_exit, at_stream))
         return coefficients
+
+    def through_matrix(self, group: Sequence[int]) -> bool:
+        """Whether what mixers side by side returned goes through a matrix before it is added.
+
+        Args:
+            group (sequence of int): their cuts.
+        """
+        exits = {k: cut.exit for k, cut in enumerate(self.cuts)}
+        starts = {-1 - k: point for k, (point, _) in enumerate(self.starts)}
+        sums = SegmentGraph(exits | starts).sums(Point.of(self.score, None), group)
+        ends = [exits[k] for k in group]
+        ways = (edge for one in sums for edge in meetings([Point.at(one)], ends))
+        return any(kind_of(edge.node) in MATRICES for edge in ways)
 
     def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
         """What each input adds to the score past the mixers and a stream before them, in its shape.
@@ -265,6 +280,7 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     steps = {
         step: _step(group, frozen.shape[0], is_left=step in left) for step, group in mixers.items()
     }
+    _warn_of_matrices(graph, frozen.layers, sorted(steps)[:-1])
     stream, direction = next(
         (cut.stream, at_stream)
         for _, cut, _, at_stream in mixers[min(mixers)]
@@ -276,6 +292,20 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
     layers = [scaled.get(layer.name, layer) for layer in frozen.layers]
     return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)
+
+
+def _warn_of_matrices(graph: ScoreGraph, layers: Sequence[FrozenCall], steps: list[int]) -> None:
+    # Of steps that mix the relevance of later ones.
+    groups = ([k for k, layer in enumerate(layers) if layer.step == step] for step in steps)
+    names = [layers[group[0]].name for group in groups if graph.through_matrix(group)]
+    if names:
+        warnings.warn(
+            f"what {', '.join(names)} returned is multiplied by a matrix before it is added to the "
+            "residual stream. LaTIM mixes relevance by its vectors before that matrix: sums, and "
+            "what each layer adds, are right, and which tokens relevance of later layers goes to "
+            "is not exact. MambaLRP accounts for it.",
+            stacklevel=2,
+        )
 
 
 def _obeys_rules(module: nn.Module) -> bool:

@@ -19,9 +19,10 @@ from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep, dot, out
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.capture.recording import Recording
-from captum_ssm.graph.factors import before_casts, factors, is_kept
+from captum_ssm.graph.factors import TokenOrders, before_casts, factors, is_kept, projections
+from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import dependencies
+from captum_ssm.graph.reachability import dependencies, meetings
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.mixers import MixerCall, find_mixers
 from captum_ssm.utils.copies import original
@@ -129,36 +130,71 @@ def _as_added(
     """The layers of a step, and the factor of the stream before them, as they are in the next one.
 
     Layers hold what their outputs are multiplied by before they are added: a number per channel
-    (layer scale, ReZero), or a factor that differs by token, as that of a norm after the mixer.
-    Ways through a matrix, as those of an MLP, do not count.
+    (layer scale, ReZero), a factor that differs by token, as that of a norm after the mixer, or a
+    matrix, as of a layer that joins two directions. What an MLP makes of the sum does not count.
 
     Raises:
-        UnreadStreamError: where an output, or the stream, is not there by a factor.
+        UnreadStreamError: where an output is there by none of these, or the stream by no factor.
     """
     one = before.values.new_ones(())
     after = _stream_after(group, norms, before.values, following.values)
     is_sum = _is_sum(group, before.values, after)
     points = [following.point, before.point, *_exits(group, live)]
-    known = [point for point in points if point is not None and point.shape == after.shape]
+    known = [point for point in points if point is not None and _is_of(point, after)]
     if len(known) < len(points):
         return (group if is_sum else _fitted(group, before.values, after)), one
     root, stream, *exits = known
     # The sum alone may be that within the rounding of a few large tokens.
     if is_sum and all(is_kept(root, point) for point in (stream, *exits)):
         return group, one
-    of_stream, *scales = factors(root, [stream, *exits])
+    orders = [None if layer.order is None else layer.order.flatten() for layer in group]
+    of_stream, *scales = factors(root, [stream, *exits], [None, *orders])
     # A mixer may be given something else than the stream, such as a sum with the embeddings.
     of_stream = of_stream if dependencies([root], [stream])[0] else one
+    if any(scale is None for scale in scales):
+        group, scales = _projected(group, root, exits, orders)
     found = [scale for scale in scales if scale is not None]
     is_by_token = any(scale.dim() > 1 for scale in found)
     if of_stream is None or len(found) < len(group) or (is_by_token and len(group) > 1):
         raise UnreadStreamError(
-            f"what {group[0].name} returned is not added to the residual stream by a factor, or "
-            f"the stream before it is more than multiplied; {_ELSE}"
+            f"what {group[0].name} returned is added to the residual stream neither by a factor "
+            "nor through one matrix for all tokens, or the stream before it is more than "
+            f"multiplied; {_ELSE}"
         )
     pairs = zip(group, found, strict=True)
     layers = [layer if _is_one(scale) else layer.times(scale) for layer, scale in pairs]
     return layers, one if _is_one(of_stream) else of_stream.to(one)
+
+
+def _is_of(point: Point, stream: Tensor) -> bool:
+    # Whether a point is of the tokens of a stream; what mixers return may be of another width.
+    return point.shape[:-1] == stream.shape[:-1] and point.channels in (-1, stream.dim() - 1)
+
+
+def _projected(
+    group: list[FrozenCall], root: Point, exits: Sequence[Point], orders: TokenOrders
+) -> tuple[list[FrozenCall], list[Tensor | None]]:
+    """The layers of a step through a matrix after them, and its factor in the stream, by layer.
+
+    It is the last matrix that all they are read by goes through: an MLP's has the stream around it.
+    No factor where there is none, or mixers hold what differs by token before it.
+    """
+    none: list[Tensor | None] = [None for _ in group]
+    joined = [edge for edge in meetings([root], exits) if kind_of(edge.node) in MATRICES][-1:]
+    after = [p for edge in joined for axis in (-1, 1) if _is_alike(p := Point.at(edge, axis), root)]
+    if not after:
+        return group, none
+    matrices = projections(after[0], exits, orders)
+    known = [matrix for matrix in matrices if matrix is not None]
+    if len(known) < len(group) or any(layer.mixer.out_gate is not None for layer in group):
+        return group, none
+    pairs = zip(group, known, strict=True)
+    scales = factors(root, after[:1]) * len(group)
+    return [layer.through(matrix) for layer, matrix in pairs], scales
+
+
+def _is_alike(point: Point, other: Point) -> bool:
+    return (point.tokens, point.width) == (other.tokens, other.width)
 
 
 def _exits(group: Sequence[FrozenCall], live: Recording | None) -> list[Point | None]:
@@ -187,6 +223,8 @@ def _stream_after(
 def _is_sum(group: Sequence[FrozenCall], before: Tensor, after: Tensor) -> bool:
     # Whether a stream is that before it and what mixers returned, as far as it is rounded.
     added = (after - before).double()
+    if any(layer.call.output.shape != added.shape for layer in group):
+        return False
     rest = added - output_of(group).to(added)
     return bool(rest.norm() <= _rounding(added, before))
 
@@ -200,8 +238,10 @@ def _rounding(added: Tensor, before: Tensor) -> Tensor:
 def _fitted(group: list[FrozenCall], before: Tensor, after: Tensor) -> list[FrozenCall]:
     # The layers with numbers per channel that make up for what is added, without a graph.
     added = (after - before).flatten(0, 1).double()  # (B L, E)
-    x = torch.stack([layer.call.output.flatten(0, 1).to(added) for layer in group], -1)
-    if len(added) > len(group):  # by least squares over all tokens
+    outputs = [layer.call.output.flatten(0, 1).to(added) for layer in group]
+    is_alike = all(output.shape == added.shape for output in outputs)
+    if is_alike and len(added) > len(group):  # by least squares over all tokens
+        x = torch.stack(outputs, -1)
         products = torch.einsum("nei,nej->eij", x, x), torch.einsum("nei,ne->ei", x, added)
         scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]  # (E, mixers)
         if bool((added - (x * scales).sum(-1)).norm() <= _rounding(added, before)):
@@ -235,8 +275,8 @@ def _read_out(
     frozen: FrozenModel, last_group: list[FrozenCall], live: Recording | None
 ) -> tuple[_Stream, Tensor]:
     # The final stream and the direction in which the score is read from it.
-    last = frozen.layers[-1].call
-    width = last.output.shape[-1]
+    last, before = frozen.layers[-1].call, _stream_before(last_group[0], frozen, live).values
+    width = before.shape[-1]
     following = [c for c in frozen.others if c.order > last.order and c.gradient is not None]
     after = [call for call in following if first_input(call).shape == (*frozen.shape, width)]
     pooled = [call for call in following if first_input(call).shape == (frozen.shape[0], width)]
@@ -253,7 +293,11 @@ def _read_out(
     # Tokens are pooled first: the mean of all, or one of them.
     norms = [call for call in pooled if is_norm(call.module)]
     call = [pooled[0], *norms][-1]
-    before = _stream_before(last_group[0], frozen, live).values
+    if last.output.shape != before.shape:
+        raise UnreadStreamError(
+            f"what {last_group[0].name} returned is not added to the residual stream as it is, so "
+            f"the last stream is not known; {_ELSE}"
+        )
     final = before + output_of(last_group)
     (query,) = frozen.require_query()
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
