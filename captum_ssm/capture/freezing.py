@@ -22,7 +22,13 @@ from captum_ssm.capture.remote import ONLY_LAYERS, record_remotely
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.capture.substitute import FrozenDuringRun, FrozenStandIns
-from captum_ssm.capture.target import check_rows, counted_tokens, query_weights, read_score
+from captum_ssm.capture.target import (
+    check_rows,
+    counted_tokens,
+    names_entry,
+    query_weights,
+    read_score,
+)
 from captum_ssm.capture.unknown_mixers import find_unknown_mixers, reaching
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views
@@ -193,6 +199,11 @@ class _Plan:
             recording.check_finite()  # names the mixer, where the score could not
         return read_score(recording, self.target, self.position)
 
+    def _entry_of(self, recording: Recording) -> Tensor | None:
+        # What the target names of a dense output, where its tokens are to be found.
+        asked = self.target, self.position
+        return read_score(recording, *asked) if names_entry(recording, *asked) else None
+
     def _recorded(self, stand_in: FrozenStandIns | None) -> Recording:
         request, has_score = self.request, self.gradients or self.own_graph
         if request.remote:
@@ -204,12 +215,15 @@ class _Plan:
             also=self.also,
             substitute=stand_in,
             through_mixers=self.through_mixers,
+            entry=self._entry_of,
         )
         has_graph = has_score and self.through_mixers
         short = None if has_graph or not self.wiring else request.shortened(SHORT)
         if short is None:
             return run(wiring=self.wiring)
         recording = run()
+        if names_entry(recording, self.target, self.position):
+            return run(wiring=True)
         try:
             beginning = record(short, wiring=True)
         except Exception:  # a model, or an argument, that cannot be shortened

@@ -48,6 +48,7 @@ def record(
     substitute: FrozenStandIns | None = None,
     wiring: bool = False,
     through_mixers: bool = True,
+    entry: Callable[[Recording], Tensor | None] | None = None,
 ) -> Recording:
     """Run a request here, with every known mixer of its model recorded at each of its calls.
 
@@ -65,6 +66,9 @@ def record(
         through_mixers (bool, optional): with a ``score``: let its graph go through the mixers. If
             not they run without a graph, and only :meth:`Recording.with_readout` can be asked.
             Default: True
+        entry (Callable, optional): without a ``score``: reads off the recording the entry of the
+            output, ``(B,)``, whose tokens are asked for; None for those of the whole output.
+            Default: None
 
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows, the run reached
@@ -81,12 +85,12 @@ def record(
     whole = gradients and through_mixers
     if not wiring:
         return retry_with_copies(
-            lambda: _record_once(request, score, also, substitute, None, whole)
+            lambda: _record_once(request, score, also, substitute, None, whole, entry)
         )
 
     def once(cuts: RunCuts) -> Recording:
         try:
-            return _record_once(request, score, also, substitute, cuts, whole)
+            return _record_once(request, score, also, substitute, cuts, whole, entry)
         finally:
             cuts.forget()
 
@@ -116,6 +120,7 @@ def _record_once(
     substitute: FrozenStandIns | None,
     cuts: RunCuts | None,
     whole: bool,
+    entry: Callable[[Recording], Tensor | None] | None,
 ) -> Recording:
     # Whole: gradients of the score go through the mixers.
     gradients = score is not None
@@ -161,7 +166,7 @@ def _record_once(
         if score is not None:
             recording = _with_score(recording, score, cuts)
         if cuts is not None:
-            recording = _with_wiring(recording, cuts)
+            recording = _with_wiring(recording, cuts, entry)
         tables = [
             (points[module], original(module), next(tensors_in(given)))
             for module, given, _ in found
@@ -189,17 +194,21 @@ def _with_score(
     return replace(recording, ports=tuple(cuts.ports))
 
 
-def _with_wiring(recording: Recording, cuts: RunCuts) -> Recording:
+def _with_wiring(
+    recording: Recording, cuts: RunCuts, entry: Callable[[Recording], Tensor | None] | None
+) -> Recording:
     # As it is where autograd did not see what lies between the mixers.
     logits, request = extract_logits(recording.output), recording.request
     if not cuts.is_connected(logits):
         return recording
-    in_grid = recording.grid is not None
+    in_grid, score = recording.grid is not None, recording.entry
+    if score is None and entry is not None:
+        score = entry(recording)
     wiring = measure(
         cuts,
         logits,
         request.batch,
-        score=recording.entry,
+        score=score,
         in_grid=in_grid,
         mask=recording.mask,
     )

@@ -215,6 +215,18 @@ def one_query(
     return nn.functional.one_hot(index, L)
 
 
+def names_entry(recording: Recording, target: Any, position: Any) -> bool:
+    """Whether a target, of which no score was taken, names an entry of an output that is dense.
+
+    The token that an entry is read at is named by an output that holds one row per token.
+    """
+    named = target if isinstance(target, list) else [target]
+    if recording.score is not None or not all(isinstance(one, tuple) for one in named):
+        return False
+    is_dense = extract_logits(recording.output).dim() > 2
+    return is_dense and _split_target(recording, target, position, True)[1] is None
+
+
 def _split_target(
     recording: Recording, target: Any, position: Any, is_only_place: bool = False
 ) -> tuple[Any, Any]:

@@ -142,6 +142,10 @@ TWO = {"fine": FINE, "coarse": COARSE}
 THREE = TWO | {"low": lambda m, s: m.down(s["coarse"], 1)}
 
 
+def blurred(x: Tensor) -> Tensor:
+    return nn.functional.avg_pool1d(x.mT, 3, 1, 1).mT
+
+
 def ends(name: str) -> Callable[[Model, States], Tensor]:
     return lambda m, s: m.pixels(s[name])
 
@@ -203,25 +207,54 @@ SHAPES = {
 }
 
 
+# Each token reads several of the skip: how much these add is estimated.
+BLURRED = {
+    "a skip that is blurred": Shape(
+        TWO | {"last": lambda m, s: m.up(s["coarse"]) + blurred(s["fine"])}, ends("last")
+    ),
+    "the input, blurred, past both": Shape(
+        TWO | {"last": lambda m, s: m.up(s["coarse"]) + blurred(s["x"])}, ends("last")
+    ),
+}
+
+
 @pytest.fixture
 def few_probes(monkeypatch):
     """As many as channels: exact where each token reads one, as all of these do."""
     monkeypatch.setattr("captum_ssm.wiring.inputs._PAST", E)
 
 
-@pytest.mark.usefixtures("few_probes")
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_rollout_is_the_product(name, monkeypatch):
-    def carried(self, w, probes=None):  # exact where each token reads one, as all of these do
+@pytest.fixture
+def exact(monkeypatch):
+    """Relevance is carried by whole matrices of weights."""
+
+    def carried(self, w, probes=None):
         return torch.einsum("bt,bts->bs", w, self.matrix())
 
     monkeypatch.setattr(TokenWeights, "rmatvec", carried)
-    model = made(Model(SHAPES[name]))
+
+
+@pytest.mark.usefixtures("few_probes", "exact")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_rollout_is_the_product(name) -> None:
+    compare(SHAPES[name], 1e-9)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("name", BLURRED)
+def test_what_several_tokens_add_is_estimated(name, monkeypatch) -> None:
+    monkeypatch.setattr("captum_ssm.wiring.inputs._PAST", 32 * E)
+    compare(BLURRED[name], 0.1)
+
+
+def compare(shape: Shape, tolerance: float) -> None:
+    """Shares of what is read, and the rollout by these, against explicit Jacobians."""
+    model = made(Model(shape))
     x = noise(1, L, E, seed=3)
     states = model.states(x)
     read = reads(model, states, (1, 5))
     frozen = freeze(Request.of(model, None, x), target=(1, 5), gradients=True)
-    names = ["x", *SHAPES[name].streams]
+    names = ["x", *shape.streams]
     found = {own: {} for own in names[1:]}
     for stage, own in zip(frozen.wiring.steps, names[1:], strict=True):
         for k, link in stage.reads:
@@ -236,13 +269,16 @@ def test_a_rollout_is_the_product(name, monkeypatch):
         assert set(found[own]) == set(sizes)
         for k, size in sizes.items():
             share = size / sum(sizes.values())
-            assert_close(found[own][k], share, 1e-9)
+            assert_close(found[own][k], share, tolerance)
     row = product(model, states, read, found)
     (ours,) = rollout_row(GridMaps(frozen, frozen.layers, MapOptions()))
     assert_close(ours[0], row, 1e-9)
-    # The entry is the score, which tells every method where it is.
-    ours = MambaRollout(lambda x: model(x)[:, 1, 5], model).attribute(x)
-    assert_close(ours.sum(-1)[0], row, 1e-9)
+    # The entry is the score, or what the target names: either tells every method where it is.
+    for ours in (
+        MambaRollout(lambda x: model(x)[:, 1, 5], model).attribute(x),
+        MambaRollout(model).attribute(x, target=(1, 5)),
+    ):
+        assert_close(ours.sum(-1)[0], row, 1e-9)
 
 
 @pytest.mark.usefixtures("few_probes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build
+from inputs import noise
 from methods import MAPS, METHODS, assert_close
 from models import ids
 from test_output import E, L, after, rollout, tokens, with_forward
@@ -16,6 +17,7 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
+    UnsupportedModelError,
     supported,
 )
 from captum_ssm.capture import Request, freeze
@@ -214,3 +216,48 @@ def test_the_share_is_said():
     assert "83% goes past, from the input" in found.between
     with pytest.warns(UserWarning, match="83% goes past"):
         RawAttention(model).attribute(x)
+
+
+# What rejoins is one mixer's result, without the stream that it was added to.
+WITHOUT_STREAM = {
+    "at a mixer": ("between a and c", lambda m, h, y: (h + y) + m.c(h + y)),
+    "at the output": ("between a and the output", lambda m, h, y: h + m.c(h) + y),
+    "in other places": ("between c and a", lambda m, h, y: (h + y.flip(1)) + m.c(h + y.flip(1))),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_STREAM)
+def test_a_result_that_rejoins_without_its_stream_is_refused(name):
+    between, end = WITHOUT_STREAM[name]
+
+    def forward(m, x):
+        y = m.a(x)
+        h = x + y
+        return m.head(end(m, h + m.b(h), y)[:, -1])
+
+    with pytest.raises(UnsupportedModelError, match=f"^{between}.*without the residual stream"):
+        MambaRollout(with_forward(forward)).attribute(tokens())
+
+
+def test_an_earlier_state_that_gates_what_a_mixer_is_given_does_not_count():
+    def forward(m, x):
+        h = m.towards(x)
+        return m.head((h + m.c(h * x.sigmoid()))[:, -1])
+
+    model, x = with_forward(forward), tokens()
+    h, rows = rollout(model, x, model.a, model.b)[-1]
+    with torch.no_grad():
+        _, whole = after(model.c, h * x.sigmoid(), rows)
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], whole[0, -1], 1e-9)
+
+
+@pytest.mark.parametrize("method", MAPS)
+def test_an_entry_of_a_dense_output_is_read_where_it_is(method):
+    """Each example's own, of a map of classes, by methods that take no score too."""
+    model = with_forward(lambda m, x: m.head(m.towards(x)).mT.unflatten(2, (3, 3)))
+    x = noise(2, L, E, seed=4)
+    found = method(model).attribute(x, target=[(1, 1, 1), (2, 0, 1)])
+    for i, (kind, place) in enumerate([(1, 4), (2, 1)]):
+        alone = method(lambda x, k=kind, p=place: model(x).flatten(2)[:, k, p], model)
+        assert_close(found[i : i + 1], alone.attribute(x[i : i + 1]), 1e-9)
+        assert not bool(found[i, place + 1 :].any())
