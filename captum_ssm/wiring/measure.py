@@ -93,7 +93,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
         shares = readout.shares(output, steps, read.past)
-    past, shares = readout.past_pool(steps, shares)
+    past, shares, factor = readout.past_pool(steps, shares)
     held, said = readout.balance(past, read.again, shares[len(read.direct) :])
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
@@ -103,7 +103,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         steps,
         output,
         [graph.windows(i) for i in range(graph.end)],
-        [*shares, *past.values()],
+        [None if one is None else factor * one for one in (*shares, *past.values())],
         maps.neighbor_share,
         maps.is_far,
         inputs=graph.inputs,

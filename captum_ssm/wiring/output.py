@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -40,6 +41,8 @@ class OutputReads:
         self.pool: Point | None = None
         # How strongly a pooled output reads what goes past these tokens, by mixer: (T,).
         self._left: dict[int, Tensor] = {}
+        # What the last tensors that hold tokens are made of, where there is no pool.
+        self._gathered: frozenset[int] = frozenset()
         if self.root is not None and not self.is_per_token:
             self._find_pool()
         if self.pool is not None:
@@ -72,9 +75,12 @@ class OutputReads:
                 self.pool = one.point
                 return
         pool = some[-1] if len(read) == 1 and some and some[-1].is_permuted else None
-        left = self._left_over([one[-1] for one in held.values()] if pool is None else [pool])
+        last_held = [one[-1] for one in held.values()] if pool is None else [pool]
+        left = self._left_over(last_held)
         if all(graph.exits[k].tokens == graph.exits[last].tokens for k in left):
             self._left, self.pool = left, None if pool is None else pool.point
+            made_of = (graph.cut.read_by(one.point.edge) for one in last_held)
+            self._gathered = frozenset().union(*made_of)
         # Else they are of other grids, and skips.
 
     def _left_over(self, held: Sequence[Gathered]) -> dict[int, Tensor]:
@@ -115,29 +121,37 @@ class OutputReads:
         return list(found)
 
     def past_pool(
-        self, steps: Sequence[Step], shares: list[Tensor | None]
-    ) -> tuple[dict[int, Tensor], list[Tensor | None]]:
+        self, steps: list[Step], shares: list[Tensor | None]
+    ) -> tuple[dict[int, Tensor], list[Tensor | None], Tensor | float]:
         """The shares ``(B, T)`` that a pooled output reads past its tokens, by mixer.
 
-        And what is then left of the ``shares`` of all that it is known to read.
+        And what is then left of the ``shares`` of all that it is known to read; steps whose stream
+        is among the former lose it. And a factor ``(B, 1)`` of all shares: a stream that is read as
+        much as the mixers counts one, next to these, as it does where it joins them.
         """
         graph = self.graph
         main = [one for one in shares if one is not None]
         if not self._left or not main or len(main) < len(shares):
-            return {}, shares
+            return {}, shares, 1.0
         left = {k: graph.in_order(k, one) for k, one in self._left.items()}
-        if self.pool is None:  # a residual stream that joins where tokens are no longer apart
-            read = reduce(torch.logical_or, [one > 0 for one in main])
-            left = {
-                k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()
-            }
+        # A residual stream that joins where tokens are no longer apart is one where it is read at
+        # the tokens of the mixers, and else goes past them.
+        left = {k: w for k, w in left.items() if k in self._gathered or not _is_any_alike(w, main)}
+        apart = left.keys() - self._gathered if self.pool is None else set[int]()
+        for s, step in enumerate(steps):
+            if graph.direct[graph.end].intersection(step.calls):
+                last = {back: max(graph.read_by(steps[s - back].calls[0])) for back in step.around}
+                around = tuple(back for back, k in last.items() if k not in apart)
+                steps[s] = replace(step, around=around)
         past = self._last_of_streams(left, steps)
         found = self._read_at(graph.exits[max(graph.direct[graph.end])])
-        sums = [one.sum(1, keepdim=True) for one in past.values()]
-        own = sums[0] if found is None else found.sum(1, keepdim=True)
-        total = reduce(torch.add, sums, own)
+        sums = {k: one.sum(1, keepdim=True) for k, one in past.items()}
+        own = next(iter(sums.values())) if found is None else found.sum(1, keepdim=True)
+        total = reduce(torch.add, sums.values(), own)
         shares = [one * (own / total) for one in main]
-        return {k: one / total for k, one in past.items()}, shares
+        of_streams = reduce(torch.add, (sums[k] for k in apart & sums.keys()), 0 * own)
+        factor = total / (total - torch.minimum(own, of_streams))
+        return {k: one / total for k, one in past.items()}, shares, factor
 
     def _last_of_streams(self, left: dict[int, Tensor], steps: Sequence[Step]) -> dict[int, Tensor]:
         # What is read of the last mixers alone: a residual stream there holds the earlier ones.
@@ -237,6 +251,13 @@ class OutputReads:
             if found is not None and past is not None and past.kept is not None:
                 found = found * past.kept.to(found)
         return None if found is None else self.graph.in_order(i, found)
+
+
+def _is_any_alike(read: Tensor, others: Sequence[Tensor]) -> bool:
+    # Whether tokens are read in the same shares as in any of the others.
+    shares = _normalized(read)
+    alike = (one for one in others if one.shape == shares.shape)
+    return any(bool((shares - one).abs().max() <= 1e-6 * one.max()) for one in alike)
 
 
 def _normalized(read: Tensor) -> Tensor:
