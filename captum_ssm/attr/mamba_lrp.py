@@ -19,11 +19,12 @@ from captum_ssm.attr.segments import (
     check_text,
     compare,
     place_after,
+    with_places,
 )
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
 from captum_ssm.capture.joined_examples import joins_examples, warn_of_joined_examples
-from captum_ssm.capture.target import read_score, with_places
+from captum_ssm.capture.target import read_score
 from captum_ssm.capture.unknown_mixers import find_unknown_mixers, reaching, warn_of_unknown
 from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import known_of

@@ -29,7 +29,9 @@ from captum_ssm.capture.check import SLACK, Deviation
 from captum_ssm.capture.model import extract_logits, is_model, parameter_names, unwrap
 from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
+from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
+from captum_ssm.capture.target import Against
 from captum_ssm.capture.tolerances import TOLERANCE, Tolerances
 from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -314,6 +316,29 @@ def place_after(start: int, tokens: int) -> Callable[[int], int]:
         return index
 
     return move
+
+
+def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple[Any, Any]:
+    """A target and a position, with every position in them moved."""
+
+    def moved(place: Any) -> Any:
+        if torch.is_tensor(place):
+            return torch.tensor([move(int(one)) for one in place.reshape(-1)]).view(place.shape)
+        return list(map(move, place)) if isinstance(place, (list, tuple)) else move(int(place))
+
+    def pair(one: Any) -> Any:
+        return (moved(one[0]), one[1]) if isinstance(one, tuple) and len(one) == 2 else one
+
+    if isinstance(target, Against):
+        sides = (with_places(one, None, move)[0] for one in (target.target, target.foil))
+        target = Against(*sides)
+    elif isinstance(target, SpanTarget):
+        target = replace(target, positions=moved(target.positions))
+    elif isinstance(target, list):
+        target = list(map(pair, target))
+    else:
+        target = pair(target)
+    return target, None if position is None else moved(position)
 
 
 def empty(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,29 +89,6 @@ def query_weights(
             "the token that the model reads its output from could not be found; pass position="
         )
     return found
-
-
-def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple[Any, Any]:
-    """A target and a position, with every position in them moved."""
-
-    def moved(place: Any) -> Any:
-        if torch.is_tensor(place):
-            return torch.tensor([move(int(one)) for one in place.reshape(-1)]).view(place.shape)
-        return list(map(move, place)) if isinstance(place, (list, tuple)) else move(int(place))
-
-    def pair(one: Any) -> Any:
-        return (moved(one[0]), one[1]) if isinstance(one, tuple) and len(one) == 2 else one
-
-    if isinstance(target, Against):
-        sides = (with_places(one, None, move)[0] for one in (target.target, target.foil))
-        target = Against(*sides)
-    elif isinstance(target, SpanTarget):
-        target = replace(target, positions=moved(target.positions))
-    elif isinstance(target, list):
-        target = list(map(pair, target))
-    else:
-        target = pair(target)
-    return target, None if position is None else moved(position)
 
 
 def check_rows(recording: Recording, rows: Tensor) -> None:

@@ -295,7 +295,7 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
 
 
 def _warn_of_matrices(graph: ScoreGraph, layers: Sequence[FrozenCall], steps: list[int]) -> None:
-    # Of steps that mix the relevance of later ones.
+    # Which steps, of those that mix the relevance of later ones, do it by vectors before a matrix.
     groups = ([k for k, layer in enumerate(layers) if layer.step == step] for step in steps)
     names = [layers[group[0]].name for group in groups if graph.through_matrix(group)]
     if names:
