@@ -117,11 +117,11 @@ class _Graph:
             place = f"{self.place}.paths[{i}]"
             share = read(float, path.get("share"), f"{place}.share")
             nodes = read(tuple[tuple[int, int], ...], path.get("nodes"), f"{place}.nodes")
-            stages = [stage for stage, _ in nodes]  # one twice where a token shift is passed
-            is_whole = stages == sorted(stages) and {*stages} == {*range(self.W + 1)}
+            steps = [step for step, _ in nodes]  # one twice where a token shift is passed
+            is_whole = steps == sorted(steps) and {*steps} == {*range(self.W + 1)}
             is_whole = is_whole and all(self._at(one, self.W + 1) for one in nodes)
             if not (is_whole and math.isfinite(share)):
-                raise Damaged(place, path, f"a share, and a token at each of {self.W + 1} stages")
+                raise Damaged(place, path, f"a share, and a token at each of {self.W + 1} steps")
 
     def of_curve(self) -> None:
         curve = self.read(tuple[tuple[int, float], ...] | None, "curve") or ()

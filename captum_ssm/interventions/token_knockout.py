@@ -204,9 +204,11 @@ class TokenKnockout(PerturbationAttribution):
         if readers not in READERS:
             raise ValueError(f"readers is {readers!r}; expected one of {READERS}.")
         request = Request.of(self.forward_func, self._model, inputs, extra)
-        asks = readers == "query"
-        query_target = target if asks else None
-        frozen = freeze(request, position=position, target=query_target, query=asks, check=False)
+        of_query = readers == "query"
+        query_target = target if of_query else None
+        frozen = freeze(
+            request, position=position, target=query_target, query=of_query, check=False
+        )
         for layer in frozen.layers:
             if layer.order is not None or layer.shape != frozen.shape:
                 raise UnsupportedModelError(
@@ -222,7 +224,7 @@ class TokenKnockout(PerturbationAttribution):
                 f"feature_mask is {feature_mask!r}; expected integers ({B}, {L}) or (1, {L})."
             )
         query = None
-        if asks:
+        if of_query:
             query = torch.stack([weights != 0 for weights in frozen.require_query()]).any(0)
         return _Knocked(Runs(frozen, target, position), numbers.expand(B, L), query, self.check)
 

@@ -107,8 +107,8 @@ def in_order(call: MixerCall, order: Tensor | None, batch: int) -> MixerCall:
 
 def _reordered(operator: TokenOperator, order: Tensor) -> TokenOperator:
     flat = order.flatten()
-    in_place = torch.equal(order, torch.arange(len(flat), device=flat.device)[None])
-    return operator if in_place else PermutedOperator(operator, flat)
+    is_same = torch.equal(order, torch.arange(len(flat), device=flat.device)[None])
+    return operator if is_same else PermutedOperator(operator, flat)
 
 
 def _to_model(x: Tensor, order: Tensor) -> Tensor:

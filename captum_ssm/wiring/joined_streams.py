@@ -17,15 +17,15 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.token_weights import TokenWeights, orthogonal, pushed
 from captum_ssm.wiring.mixer_graph import MixerGraph
-from captum_ssm.wiring.wiring import Read, Step
+from captum_ssm.wiring.wiring import Source, Step
 
 # Directions in which tokens are moved; streams of as many channels are measured exactly.
 _DIRECTIONS = 16
 
 
 def in_parts(
-    graph: MixerGraph, i: int, reads: tuple[Read, ...], steps: Sequence[Step]
-) -> tuple[Read, ...]:
+    graph: MixerGraph, i: int, reads: tuple[Source, ...], steps: Sequence[Step]
+) -> tuple[Source, ...]:
     """The reads of i, a mixer or the output, for the parts of its tokens that they make up."""
     parts = joined(graph, graph.entries[i], reads, steps)
     if parts is None:
@@ -35,7 +35,7 @@ def in_parts(
 
 
 def joined(
-    graph: MixerGraph, root: Point | None, reads: Sequence[Read], steps: Sequence[Step]
+    graph: MixerGraph, root: Point | None, reads: Sequence[Source], steps: Sequence[Step]
 ) -> list[Tensor] | None:
     r"""The part of the tokens of ``root`` that each read adds: ``(T,)`` each.
 
@@ -46,7 +46,7 @@ def joined(
     Args:
         graph (MixerGraph): the run.
         root (Point, optional): what reads: the tokens given to a mixer, an output or a score.
-        reads (sequence of Read): its reads.
+        reads (sequence of Source): its reads.
         steps (sequence of Step): all, with what goes around them.
     """
     if root is None or any(s < 0 or link.share is not None for s, link in reads):

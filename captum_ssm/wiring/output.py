@@ -19,7 +19,7 @@ from captum_ssm.wiring.ledger import Gathered, gathered, source_of, token_tensor
 from captum_ssm.wiring.mixer_graph import MIXERS, MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed
 from captum_ssm.wiring.token_order import Orders
-from captum_ssm.wiring.wiring import Read, Step
+from captum_ssm.wiring.wiring import Source, Step
 
 
 class OutputReads:
@@ -92,7 +92,7 @@ class OutputReads:
         return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
 
     def shares(
-        self, output: Sequence[Read], steps: Sequence[Step], past: Mapping[int, TokenWeights]
+        self, output: Sequence[Source], steps: Sequence[Step], past: Mapping[int, TokenWeights]
     ) -> list[Tensor | None]:
         """The shares in which tokens after the output's steps are read: ``(B, T)``.
 
@@ -170,7 +170,7 @@ class OutputReads:
         return past
 
     def balance(
-        self, past: Mapping[int, Tensor], again: Sequence[Read], shares: Sequence[Tensor | None]
+        self, past: Mapping[int, Tensor], again: Sequence[Source], shares: Sequence[Tensor | None]
     ) -> tuple[float, str | None]:
         """What share of an output the maps hold, also in words where some goes past.
 

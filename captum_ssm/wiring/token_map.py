@@ -37,7 +37,7 @@ from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import leaks
 from captum_ssm.wiring.rejoined import Rejoined, is_in_stream, rejoined
 from captum_ssm.wiring.skips import Skips
-from captum_ssm.wiring.wiring import INPUT, Read, TokenMap
+from captum_ssm.wiring.wiring import INPUT, Source, TokenMap
 
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
@@ -50,21 +50,21 @@ class MixerReads:
     """What a mixer, or the output, reads.
 
     Args:
-        direct (tuple of Read): the steps before it, and those that it reads past these.
-        again (tuple of Read, optional): states that rejoin the residual stream, or go past an
+        direct (tuple of Source): the steps before it, and those that it reads past these.
+        again (tuple of Source, optional): states that rejoin the residual stream, or go past an
             exchange of tokens. Default: ()
         past (mapping of int to TokenWeights, optional): the ways past the step before, by what is
             read so. Default: {}
         is_aside (bool, optional): as of a :class:`~.wiring.Step`. Default: False
     """
 
-    direct: tuple[Read, ...]
-    again: tuple[Read, ...] = ()
+    direct: tuple[Source, ...]
+    again: tuple[Source, ...] = ()
     past: Mapping[int, TokenWeights] = field(default_factory=dict)
     is_aside: bool = False
 
     @property
-    def every(self) -> tuple[Read, ...]:
+    def every(self) -> tuple[Source, ...]:
         """All reads, those that are read again last."""
         return (*self.direct, *self.again)
 
@@ -88,14 +88,14 @@ class TokenMaps:
         self.is_simple, self._unmixed = unmixed is None, unmixed or []
         self.neighbor_share, self.is_far = 0.0, False
         # All reads of the mixers so far: others may read just what one of these does.
-        self._read_by: dict[int, tuple[Read, ...]] = {}
+        self._read_by: dict[int, tuple[Source, ...]] = {}
 
     def reads(self, i: int) -> MixerReads:
         """What i, a mixer or the output, reads: one read per step, by way of its first mixer."""
         graph, links = self.graph, self.graph.links
         leads = graph.leads(i)
         past: dict[int, TokenWeights] = {}
-        again: tuple[Read, ...] | None = None
+        again: tuple[Source, ...] | None = None
         for j in leads:
             link = TokenMap() if self.is_simple else self._map(i, j)
             if link is None:
@@ -263,7 +263,7 @@ class TokenMaps:
         for j, part in zip(read, parts, strict=True):
             links[i, j] = replace(links[i, j], share=part)
 
-    def _join_again(self, i: int, leads: Sequence[int]) -> tuple[tuple[Read, ...], bool]:
+    def _join_again(self, i: int, leads: Sequence[int]) -> tuple[tuple[Source, ...], bool]:
         """What joins the residual stream that holds it once more, and whether for i alone.
 
         It counts as much as it adds, where the stream counts one. The leads get what is left.
@@ -288,7 +288,7 @@ class TokenMaps:
         in_stream = [is_in_stream(graph, i, leads, state.made_of) for state, _ in found]
         return again, i < graph.end and not any(in_stream)
 
-    def _reads_of(self, i: int, state: Rejoined) -> tuple[Read, ...]:
+    def _reads_of(self, i: int, state: Rejoined) -> tuple[Source, ...]:
         # By which reads i reads a state once more; none for what mixes tokens, which is said.
         graph, k, way = self.graph, state.last, state.way
         is_whole = state.made_of == {k, *graph.read_by(k)}
@@ -334,7 +334,7 @@ class TokenMaps:
         leak = leaks(i, root, {j: graph.exits[j]}, graph.orders).get(j)
         return leak is not None and leak.share > _EXCHANGED and leak.is_far
 
-    def _exchange(self, i: int, j: int) -> tuple[TokenMap, tuple[Read, ...]]:
+    def _exchange(self, i: int, j: int) -> tuple[TokenMap, tuple[Source, ...]]:
         """How i reads j, of the same grid, where others are mixed in, as by a convolution.
 
         It reads the last tokens of the stream that are still in their places. A stream may go
@@ -353,7 +353,7 @@ class TokenMaps:
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
         if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
             raise unclear
-        share, again = None, tuple[Read, ...]()
+        share, again = None, tuple[Source, ...]()
         for edge in found.past:
             first = next((k for k, *_ in graph.groups if self._is_given(k, edge)), None)
             share = self._share_of(way, edge)

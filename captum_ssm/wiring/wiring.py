@@ -110,7 +110,7 @@ class TokenMap:
 
 
 # A step (or INPUT), and how its tokens are read.
-Read = tuple[int, TokenMap]
+Source = tuple[int, TokenMap]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Step:
 
     Args:
         calls (tuple of int): the mixers' calls.
-        reads (tuple of Read): the steps whose tokens its own are made of.
+        reads (tuple of Source): the steps whose tokens its own are made of.
         tokens (int): T, their number.
         around (tuple of int, optional): how many steps before this one the residual streams leave
             that are added to what its mixers return: 0 where one goes around this step only, 1
@@ -133,14 +133,14 @@ class Step:
     """
 
     calls: tuple[int, ...]
-    reads: tuple[Read, ...]
+    reads: tuple[Source, ...]
     tokens: int
     around: tuple[int, ...] = (0,)
     is_given_stream: bool | None = None
     is_aside: bool = False
 
     @property
-    def stream(self) -> tuple[Read, ...]:
+    def stream(self) -> tuple[Source, ...]:
         """The reads of which the residual stream before it is made."""
         return ((self.reads[0][0], TokenMap()),) if self.is_aside else self.reads
 
@@ -151,7 +151,7 @@ class Wiring:
 
     Args:
         steps (list of Step): in forward order.
-        output (tuple of Read): the steps that the output is made of.
+        output (tuple of Source): the steps that the output is made of.
         orders (list of Tensor): by call, None or ``(W, l)``: token t of window w of the mixer's
             sequences is this one of its step's tokens.
         readout (list of Tensor): by read of the output, ``(B, T)``: the shares in which a pooled
@@ -176,7 +176,7 @@ class Wiring:
     """
 
     steps: list[Step]
-    output: tuple[Read, ...]
+    output: tuple[Source, ...]
     orders: list[Tensor | None]
     readout: list[Tensor | None]
     neighbor_share: float = 0.0
@@ -276,7 +276,7 @@ class Wiring:
     def starting_at(self, step: int) -> Wiring:
         """This wiring without what is before a step, whose tokens are then the input's."""
 
-        def kept(reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        def kept(reads: tuple[Source, ...]) -> tuple[Source, ...]:
             return tuple(read for read in reads if read[0] >= step)
 
         steps = [
@@ -364,7 +364,7 @@ class Wiring:
             )
         after, before = {INPUT: start}, dict[int | None, Tensor]()
 
-        def read(reads: tuple[Read, ...]) -> Tensor:
+        def read(reads: tuple[Source, ...]) -> Tensor:
             return reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
 
         for i, step in enumerate(progress(self.steps, "layers")):

@@ -16,7 +16,7 @@ from captum_ssm.attr.latim_parts import alti as _alti
 from captum_ssm.attr.latim_parts import contributions as _contributions
 from captum_ssm.attr.latim_parts.alti import Alti
 from captum_ssm.attr.latim_parts.contributions import ACTIVATIONS
-from captum_ssm.explanation.make.relevance.rows import Asked, Question, rows
+from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, rows
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.metrics import decomposition_error
 from captum_ssm.utils import progress
@@ -527,7 +527,7 @@ def test_answers_and_contrasts_of_an_explanation_share_the_vectors_too(batches) 
         Question(L - 1, 5, 3),
     ]
     model = build("mamba")
-    ((found, _),) = rows(LaTIM(model), [Asked(Run(model), ids_for(1), questions)])
+    ((found, _),) = rows(LaTIM(model), [InputQuestions(Run(model), ids_for(1), questions)])
     assert set(batches) == {1}
     torch.testing.assert_close(found[2], found[0] - found[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[3], -found[2], rtol=1e-4, atol=1e-5)

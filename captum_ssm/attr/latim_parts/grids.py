@@ -40,7 +40,7 @@ from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import tensors_in, with_first
 from captum_ssm.wiring.cuts import MixerCut
-from captum_ssm.wiring.wiring import Read
+from captum_ssm.wiring.wiring import Source
 
 # Norms of PyTorch, which are single nodes of the graph.
 _RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
@@ -316,7 +316,7 @@ def _obeys_rules(module: nn.Module) -> bool:
     return all(isinstance(part, _RULED) or not has_a_rule(part) for part in outside)
 
 
-def _check_shares(reads: Sequence[tuple[Read, ...]]) -> None:
+def _check_shares(reads: Sequence[tuple[Source, ...]]) -> None:
     starts = sum(all(earlier < 0 for earlier, _ in one) for one in reads)
     joined = any(len(one) > 1 and any(link.share is None for _, link in one) for one in reads)
     if joined or starts > 1:

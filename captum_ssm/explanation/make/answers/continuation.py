@@ -15,7 +15,7 @@ from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.capture.check_inputs import as_ids
 from captum_ssm.capture.span_target import SCORES
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.relevance.rows import Asked, Question, rows
+from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, rows
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.utils.integers import count_of
 
@@ -104,7 +104,7 @@ class Continued:
         """A row for each token of the continuation, ``(T, P + T - 1)``, and deltas ``(T,)``."""
         pairs = zip(self.positions.tolist(), self.continuation.tolist(), strict=True)
         questions = [Question(i, token, explained=self.score) for i, token in pairs]
-        asked = Asked(Run(self.model), self.ids, questions)
+        asked = InputQuestions(Run(self.model), self.ids, questions)
         (found,) = rows(self.method, [asked], step=self.step, **self.options)
         return found
 

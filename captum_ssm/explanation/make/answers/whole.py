@@ -15,7 +15,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.answers.trace import Trace, ends_of, trace, trace_rows
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
-from captum_ssm.explanation.make.relevance.rows import Asked, Question, RowSource
+from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, RowSource
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.explanation.parts import PART, RELEVANCE, SWAPS, THROUGH
 from captum_ssm.interventions import swap_effects
@@ -211,6 +211,6 @@ class WholeAnswer:
             return trace(method, self.ids[:, :P], words, span=span, hops=hops, **how)
         if single is None:
             questions = [Question(P - 1 + k, int(word)) for k, word in enumerate(words)]
-            (single,) = source.rows([Asked(self.run, self.ids, questions)], what)
+            (single,) = source.rows([InputQuestions(self.run, self.ids, questions)], what)
         rows, deltas = single
         return trace_rows(rows, P, deltas=deltas, span=span, hops=hops, through=effects)

@@ -16,7 +16,7 @@ from captum_ssm.explanation import Answer, Contrast, Output, Validation
 from captum_ssm.explanation.make.answers.whole import AskedAnswer, WholeAnswer
 from captum_ssm.explanation.make.recorded import Recorded
 from captum_ssm.explanation.make.relevance.removal import Replacement, validated
-from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows, RowSource
+from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, Rows, RowSource
 from captum_ssm.explanation.make.relevance.run import OneInput, Run
 from captum_ssm.explanation.parts import NEXT
 from captum_ssm.utils.memory import memory_limit as limit_memory
@@ -235,7 +235,7 @@ class Questions:
         if not self.questions:
             found = self.answer.rows(method, name)
             return found.relevance, found.delta if method.adds_up else None
-        ((each, delta),) = method.rows([Asked(self.run, inputs, self.questions)], name)
+        ((each, delta),) = method.rows([InputQuestions(self.run, inputs, self.questions)], name)
         chosen = [out.answers[out.chosen].row for out in self.outputs if out.part is None]
         single = each[chosen], None if delta is None else delta[chosen]
         found = self.answer.rows(method, name, single)
@@ -262,7 +262,7 @@ class Explain(OneInput):
         method = several[0].questions.setup.methods[name]
         what = name if len(several) == 1 else ""
         asked = [
-            Asked(one.run, one.inputs, one.questions.questions)
+            InputQuestions(one.run, one.inputs, one.questions.questions)
             for one in several
             if one.questions.answer is None
         ]

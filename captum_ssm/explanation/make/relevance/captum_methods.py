@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from captum_ssm.capture import is_model, unwrap
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.explanation.make.relevance.removal import SPECIAL, Parts, Replacement, is_causal
-from captum_ssm.explanation.make.relevance.rows import Asked, Question, Rows
+from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, Rows
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.metrics.evaluation import seeded
 from captum_ssm.utils.integers import as_index
@@ -122,14 +122,14 @@ class CaptumRows:
         names = dict.fromkeys(type(method).__name__ for method in (self.method, self.inner))
         return f"Captum's {' of '.join(names)}{self._told}{cost}"
 
-    def rows(self, asked: Sequence[Asked], what: str) -> list[Rows]:
+    def rows(self, asked: Sequence[InputQuestions], what: str) -> list[Rows]:
         """Relevance ``(R, ...)`` of each input ``(1, ...)``, and the deltas ``(R,)`` if any.
 
         A delta is the score minus that at the baseline minus the sum of relevance.
         """
         return [self._of(one, what) for one in asked]
 
-    def _of(self, one: Asked, what: str) -> Rows:
+    def _of(self, one: InputQuestions, what: str) -> Rows:
         inputs, questions = one.inputs, one.questions
         with torch.inference_mode(False), torch.enable_grad(), seeded(0):
             inputs, self._model = inputs.clone(), one.run

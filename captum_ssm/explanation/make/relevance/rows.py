@@ -56,7 +56,7 @@ def _at(logits: Tensor, place: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Asked(OneInput):
+class InputQuestions(OneInput):
     """Questions about one input ``(1, ...)``."""
 
     questions: Sequence[Question] = ()
@@ -80,7 +80,7 @@ class RowSource(Protocol):
     @property
     def options(self) -> Mapping[str, Any]: ...
 
-    def rows(self, asked: Sequence[Asked], what: str) -> list[Rows]:
+    def rows(self, asked: Sequence[InputQuestions], what: str) -> list[Rows]:
         """Relevance ``(R, ...)`` of each input, and deltas ``(R,)`` or None."""
 
 
@@ -103,7 +103,7 @@ class TokenRows:
     def adds_up(self) -> bool:
         return has_delta(self.method, dict(self.options))
 
-    def rows(self, asked: Sequence[Asked], what: str) -> list[Rows]:
+    def rows(self, asked: Sequence[InputQuestions], what: str) -> list[Rows]:
         return rows(self.method, asked, what=what, **self.options)
 
 
@@ -113,7 +113,7 @@ class PaddingIsReadError(RuntimeError):
 
 def rows(
     method: TokenAttribution,
-    asked: Sequence[Asked],
+    asked: Sequence[InputQuestions],
     *,
     step: int | None = None,
     what: str = "",
@@ -170,7 +170,7 @@ class _Job(OneInput):
         return super().group + self.kind
 
 
-def _jobs(one: Asked, k: int, needs_target: bool, whole: bool) -> list[_Job]:
+def _jobs(one: InputQuestions, k: int, needs_target: bool, whole: bool) -> list[_Job]:
     # Without a target, rows of one token are the same.
     same: dict[Any, list[int]] = {}
     for i, question in enumerate(one.questions):
