@@ -6,7 +6,7 @@ lint-imports checks imports, and ruff how much a function does.
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import captum_ssm
@@ -55,9 +55,10 @@ RETIRED = {
 }
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in FILES:
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    names = [path.relative_to(ROOT).as_posix() for path in FILES]
+    return [(name, ast.parse((ROOT / name).read_text(encoding="utf-8"))) for name in names]
 
 
 def test_only_the_front_and_the_errors_stand_at_the_root():
@@ -91,15 +92,14 @@ def test_files_are_short():
 
 def test_functions_are_short():
     lengths = {}
-    for path in FILES:
-        source = path.read_text(encoding="utf-8")
-        lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
+    for file, tree in trees():
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = node.body[1:2] if ast.get_docstring(node) else node.body[:1]
                 code = lines[first[0].lineno - 1 : node.end_lineno] if first else []
                 count = sum(bool(line.strip()) and line.strip()[0] != "#" for line in code)
-                lengths[f"{path.relative_to(ROOT).as_posix()}: {node.name}"] = count
+                lengths[f"{file}: {node.name}"] = count
     large = {name: length for name, length in lengths.items() if length > CODE}
     assert set(large) == set(LARGE_FUNCTIONS)
     assert all(length <= LARGE_FUNCTIONS[name] for name, length in large.items()), large
