@@ -174,7 +174,7 @@ class Copies:
         own = made.__dict__
         own[_MARK] = _Mark(original(module), self)
         if not hasattr(type(module), "__deepcopy__"):
-            own["__deepcopy__"] = functools.partial(_deepcopied, made, module.__dict__)
+            own["__deepcopy__"] = functools.partial(_deepcopied, made, module)
         for name, value in [*module.__dict__.items()]:
             # A compiled forward is that of the user's module, and copies run without a compiler.
             if name in (*_OWN, "_compiled_call_impl"):
@@ -231,18 +231,20 @@ class Copies:
         return self._put(value, made)
 
 
-def _deepcopied(made: nn.Module, users: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
+def _deepcopied(made: nn.Module, users: nn.Module, memo: dict[int, Any]) -> nn.Module:
     # What copy.deepcopy() makes of a copy while a model runs: a module of its own. Of what is hung
-    # into the copy, which would run or tell of the copy itself, it has only the user's.
-    found = memo[id(made)] = object.__new__(type(made))
+    # into the copy, which would run or tell of the copy itself, it has only the user's: a forward
+    # that is a method of the user's module, as VMamba's, is one of the module that is made.
+    found = memo[id(made)] = memo[id(users)] = object.__new__(type(made))
     kept = {k: v for k, v in made.__dict__.items() if k not in _OWN and not _is_hung(k)}
-    hung = {k: v for k, v in users.items() if _is_hung(k)}
+    hung = {k: v for k, v in users.__dict__.items() if _is_hung(k)}
     found.__dict__.update(copy.deepcopy({**kept, **hung}, memo))
     return found
 
 
 def _is_hung(name: str) -> bool:
-    return name in ("forward", "__nnsight__") or name.endswith("_hooks")
+    # Also "_forward_hooks_with_kwargs", which says how they are called.
+    return name in ("forward", "__nnsight__") or "_hooks" in name
 
 
 def _are_atomic(values: Any) -> bool:
