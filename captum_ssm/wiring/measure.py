@@ -16,7 +16,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import reaches_by_sums
+from captum_ssm.graph.reachability import meetings, reaches_by_sums
 from captum_ssm.graph.relevance_rules import carrying
 from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
@@ -29,6 +29,9 @@ from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
 from captum_ssm.wiring.skips import Skips
 from captum_ssm.wiring.token_map import MixerReads, TokenMaps
 from captum_ssm.wiring.wiring import Step, TokenMap, Wiring, sequence
+
+# How many tensors that two mixers are made of are asked for the order of their tokens.
+_MEETINGS = 4
 
 
 def measure(
@@ -280,9 +283,30 @@ def _alike(
         mine, theirs = (None if one is None else one.reader for one in both)
         if mine is not None and theirs is not None:
             yield mine, theirs
+    for point in _made_of_both(graph, i, lead):
+        ways = (TokenWeights(graph.entries[j], point, graph.batch) for j in (i, lead))
+        mine, theirs = (
+            None if one is None else one.reader
+            for one in (pairs(way, repeated=False) for way in ways)
+        )
+        if mine is not None and theirs is not None:
+            yield mine, theirs
     both = [found(root, j) for j in (i, lead)]
     mine, theirs = (
         None if one is None or root is None else one.source(root.tokens) for one in both
     )
     if mine is not None and theirs is not None:
         yield mine, theirs
+
+
+def _made_of_both(graph: MixerGraph, i: int, lead: int) -> Iterator[Point]:
+    # What two mixers are both made of, and of nothing else, the latest first: as of channels that
+    # are divided among them. Where tokens are mixed before it, no earlier mixer tells their order.
+    T, entries = graph.exits[i].tokens, [graph.entries[j] for j in (i, lead)]
+    leaves = [graph.exits[k] for k in graph.reads[i] | graph.reads[lead]]
+    edges = [*meetings([entry for entry in entries if entry is not None], leaves)]
+    for edge in edges[: -1 - _MEETINGS : -1]:
+        for channels in (-1, 1):
+            point = Point.at(edge, channels)
+            if len(point.shape) > 2 and point.tokens == T:
+                yield point
