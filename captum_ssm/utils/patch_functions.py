@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import CodeType, FunctionType
+from contextvars import ContextVar
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
-from captum_ssm.utils.blocks import contextmanager, undo
+from captum_ssm.utils.blocks import bound, contextmanager, undo
 from captum_ssm.utils.signatures import signature
 
 # Takes the function, one with its own body, and the arguments of a call.
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _BodiesOfThread(threading.local):
-    def __init__(self) -> None:
-        self.bodies: dict[FunctionType, Body] = {}
-
-
-_THIS = _BodiesOfThread()
+# The other bodies of functions in this thread.
+_BODIES: ContextVar[Mapping[FunctionType, Body]] = ContextVar(
+    "captum_ssm_bodies", default=MappingProxyType({})
+)
 _LOCK = threading.Lock()
 _EXCHANGED: dict[FunctionType, _Exchange] = {}
 
@@ -36,11 +35,10 @@ def patched_functions(functions: Iterable[FunctionType], body: Body) -> Iterator
     """Calls of some functions in this thread run another body."""
     functions, user = list(functions), object()
     with ExitStack() as stack, stack:
-        undo(stack, setattr, _THIS, "bodies", _THIS.bodies)
         undo(stack, _put_back, functions, user)
         _put(functions, user)
-        _THIS.bodies = {**_THIS.bodies, **dict.fromkeys(functions, body)}
-        yield
+        with bound(_BODIES, {**_BODIES.get(), **dict.fromkeys(functions, body)}):
+            yield
 
 
 def own_codes(functions: Iterable[FunctionType]) -> list[CodeType]:
@@ -82,7 +80,7 @@ class _Exchange:
             vars(self.function).pop("__signature__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        body = _THIS.bodies.get(self.function)
+        body = _BODIES.get().get(self.function)
         if body is None:
             return self.original(*args, **kwargs)
         return body(self.function, self.original, args, kwargs)

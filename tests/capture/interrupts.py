@@ -77,7 +77,7 @@ def process() -> dict[str, object]:
         "stance": torch._dynamo.eval_frame._stance,
         "running": copies._RUNNING.get(),
         "functions": len(patch_functions._EXCHANGED),
-        "bodies": dict(patch_functions._THIS.bodies),
+        "bodies": dict(patch_functions._BODIES.get()),
         "filters": list(warnings.filters),
         "modes": torch._C._len_torch_function_stack(),
         "grad": torch.is_grad_enabled(),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import builtins
 import gc
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType, FunctionType, ModuleType
@@ -29,7 +29,7 @@ from captum_ssm.discovery.scans.forms.products import (
     token_product,
 )
 from captum_ssm.discovery.scans.forms.states import is_associative, with_states
-from captum_ssm.utils.blocks import contextmanager, undo
+from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.patch_functions import own_codes, patched_functions
@@ -93,11 +93,8 @@ class FunctionCall:
 Handler = Callable[[FunctionCall], Any]
 
 
-class _Thread(threading.local):
-    handler: Handler | None = None
-
-
-_THIS = _Thread()
+# What computes the intercepted calls of this thread.
+_HANDLER: ContextVar[Handler | None] = ContextVar("captum_ssm_handler", default=None)
 
 
 @contextmanager
@@ -119,7 +116,7 @@ def intercepted(
     """
     known = set(candidate_functions() if functions is None else functions)
     bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
-    built_in, around = {f for f in known if is_built_in(f)}, _THIS.handler
+    built_in, around = {f for f in known if is_built_in(f)}, _HANDLER.get()
 
     def handled(call: FunctionCall) -> Any:
         if not known.isdisjoint((call.source, _anywhere(call.source))):
@@ -134,13 +131,9 @@ def intercepted(
         yield
 
 
-@contextmanager
-def handled_by(handler: Handler | None) -> Iterator[None]:
+def handled_by(handler: Handler | None) -> AbstractContextManager[None]:
     """Have another handler compute the intercepted calls of this thread; None runs them as is."""
-    with ExitStack() as stack, stack:
-        undo(stack, setattr, _THIS, "handler", _THIS.handler)
-        _THIS.handler = handler
-        yield
+    return bound(_HANDLER, handler)
 
 
 def not_intercepted() -> AbstractContextManager[None]:
@@ -242,7 +235,7 @@ def _knows_torch(function: FunctionType) -> bool:
 def _handled(
     function: FunctionType, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    handler = _THIS.handler
+    handler = _HANDLER.get()
     if handler is None or _in_autograd_function():
         return original(*args, **kwargs)
     call = FunctionCall(original, args, kwargs, function)
@@ -276,7 +269,7 @@ class _BuiltIn(TorchFunctionMode):
         self.transforms = Transforms()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, handler = kwargs or {}, _THIS.handler
+        kwargs, handler = kwargs or {}, _HANDLER.get()
         if handler is None:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and func in self.known:

@@ -100,17 +100,6 @@ class _Cached:
         return tuple(torch.cat([old.to(x), x], -2) for old, x in pairs)
 
 
-class _Keep(nn.Module):
-    # Stands for the last layer of attention, and stores what that is given.
-    def __init__(self, seen: dict[str, Any]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, y: Tensor) -> Tensor:
-        self.seen["gate"] = y
-        return y
-
-
 def _record(call: MixerCall) -> dict[str, Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -119,8 +108,9 @@ def _record(call: MixerCall) -> dict[str, Any]:
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _keep)
 
     seen: dict[str, Any] = {}
-    module = _shallow(call.module)
-    _replace(module, _output_path(call.module), _Keep(seen))
+    module, last = _shallow(call.module), nn.Identity()  # for what the last layer is given
+    last.register_forward_hook(lambda _, args, y: seen.update(gate=y))
+    _replace(module, _output_path(call.module), last)
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
