@@ -32,7 +32,8 @@ def assemble(output: Path) -> None:
             copy = output / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
-    for path in sorted((ROOT / "captum_ssm" / "kernels").glob("*.py")):
+    python = (ROOT / "captum_ssm" / "kernels").glob("*.py")
+    for path in sorted([*python, ROOT / "captum_ssm" / "errors.py"]):
         (package / path.name).write_text(relative(path.read_text(encoding="utf-8")))
     shutil.copy(HERE / "extension.py", package)
     shutil.copy(HERE / "torch_binding.cpp", output / "torch-ext")
@@ -54,7 +55,7 @@ def sources(output: Path, patterns: str) -> str:
 def relative(code: str) -> str:
     """Python code whose imports of the kernels' package are relative."""
     code = re.sub(r"from captum_ssm\.kernels import", "from . import", code)
-    return re.sub(r"from captum_ssm\.kernels\.(\w+) import", r"from .\1 import", code)
+    return re.sub(r"from captum_ssm\.(?:kernels\.)?(\w+) import", r"from .\1 import", code)
 
 
 if __name__ == "__main__":
