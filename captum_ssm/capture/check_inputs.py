@@ -238,12 +238,8 @@ def extra_arguments(
     inputs = tensors[0]
     if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
         extra = extra[0]  # as Captum's wrappers pass a dict on
-    positional: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}
-    if isinstance(extra, dict):
-        named = dict(extra)
-    else:
-        positional = format_additional_forward_args(extra) or ()
+    named = dict(extra) if isinstance(extra, dict) else {}
+    positional = () if isinstance(extra, dict) else format_additional_forward_args(extra) or ()
     for value in (*positional, *named.values()):
         # Other integers, such as the sizes of several images, have a first axis of their own.
         is_mask = torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()

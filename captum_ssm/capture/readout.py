@@ -109,7 +109,8 @@ class Readout(nn.Module):
         self.encoder = _encoder(directions, bias, _device_of(model))
         decoder = None if decoder is None else decoder.detach().to(_device_of(model))
         self.register_buffer("decoder", decoder)
-        given = [*_widths(self.encoder), *([] if decoder is None else [len(decoder)])]
+        given = [self.encoder.out_features] if isinstance(self.encoder, nn.Linear) else []
+        given += [] if decoder is None else [len(decoder)]
         known = given if names is None else [*given, len(names)]
         if len({*known}) > 1:
             raise ValueError(
@@ -303,10 +304,6 @@ def _encoder(directions: Any, bias: Tensor | None, device: torch.device) -> nn.M
 def _device_of(model: nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
-
-
-def _widths(encoder: nn.Module) -> list[int]:
-    return [encoder.out_features] if isinstance(encoder, nn.Linear) else []
 
 
 def _configuration(model: nn.Module, names: Sequence[str]) -> Any:

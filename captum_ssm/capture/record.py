@@ -133,7 +133,8 @@ def _record_once(
         ExitStack() as stack,
     ):
         has_tables = cuts is not None and any(not x.is_floating_point() for x in request.inputs)
-        picks = _with_tables(also) if has_tables else also
+        # Tables tell which ids they are given.
+        picks = (lambda m: is_table(m) or bool(also and also(m))) if has_tables else also
         mixers, others = find_points(copies.root, picks)
         bar = stack.enter_context(Bar("mixers", len(mixers)))
         if substitute is not None:
@@ -175,10 +176,6 @@ def _record_once(
     warn_of_derived(request, tables)
     visits.filled.warn_of_added()
     return recording if gradients else detached(recording)
-
-
-def _with_tables(also: Callable[[nn.Module], bool] | None) -> Callable[[nn.Module], bool]:
-    return lambda module: is_table(module) or bool(also and also(module))
 
 
 def _with_score(
