@@ -239,7 +239,8 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
         check_file(path)
     check_loading(args)
     if args.image is not None:
-        return asked | _checked_image(args), []
+        check_no_text(args, f"--image is {args.image}")
+        return asked | {name: class_of(getattr(args, name)) for name in ("target", "against")}, []
     if is_vision_mamba(args.model):
         raise ValueError(
             f"MODEL is {args.model!r}, a VisionMamba, which reads images; expected --image in "
@@ -287,11 +288,6 @@ def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
         "through": args.through or RELEVANCE,
         "maps": False if args.maps is None else args.maps or True,
     }
-
-
-def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
-    check_no_text(args, f"--image is {args.image}")
-    return {"target": class_of(args.target), "against": class_of(args.against)}
 
 
 def check_no_text(args: argparse.Namespace, but: str) -> None:

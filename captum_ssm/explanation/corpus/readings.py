@@ -126,12 +126,14 @@ def read(
             kept[own], values[own] = False, 0.0
         lengths.append(len(values))
         at = output.reading_token
-        _add_places(sums, values, kept, len(values) - 1 if at is None else at)
+        share = shares(values)
+        signed = share * np.sign(values)
+        _add_places(sums, share, signed, kept, len(values) - 1 if at is None else at)
         row = _add_units(sums, "token", example, values, kept)
         if units != "token":
             row = _add_units(sums, units, example, values, kept)
         for spans in ("span", "turn"):
-            _add_parts(sums, spans, example, values)
+            _add_parts(sums, spans, example, share, signed)
         _add_layers(sums, example, output)
         vector = row if not len(vector) else vector + row
     target, prediction, probability = _answers(example, outputs)
@@ -179,10 +181,10 @@ def _values(
     return values[: last + 1], read_apart(example, output) if reading_token is None else own
 
 
-def _add_places(sums: _Sums, values: np.ndarray, kept: np.ndarray, at: int) -> None:
-    share, L = shares(values), len(values)
-    signed = share * np.sign(values)
-    places = np.flatnonzero(kept)
+def _add_places(
+    sums: _Sums, share: np.ndarray, signed: np.ndarray, kept: np.ndarray, at: int
+) -> None:
+    L, places = len(share), np.flatnonzero(kept)
     for kind, keys in (
         ("start", places),
         ("end", L - 1 - places),
@@ -215,10 +217,10 @@ def _add_units(
     return share
 
 
-def _add_parts(sums: _Sums, units: str, example: Example, values: np.ndarray) -> None:
-    share = shares(values)
-    signed = share * np.sign(values)
-    spans = [s for s in example.units.get(units, ()) if s.name and s.first < len(values)]
+def _add_parts(
+    sums: _Sums, units: str, example: Example, share: np.ndarray, signed: np.ndarray
+) -> None:
+    spans = [s for s in example.units.get(units, ()) if s.name and s.first < len(share)]
     pairs = [(share[s.first : s.end].sum(), signed[s.first : s.end].sum()) for s in spans]
     if pairs:
         sums.add("part", [s.name for s in spans], *np.array(pairs).T)

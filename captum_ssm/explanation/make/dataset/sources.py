@@ -170,7 +170,8 @@ def _of_folder(path: Path) -> Source:
         )
 
     schema = {"file": "string", "label": "string"}
-    return Source("a folder of pictures", _by_index(rows), len(rows), schema, digest)
+    read = _by_index(rows.__getitem__, len(rows))
+    return Source("a folder of pictures", read, len(rows), schema, digest)
 
 
 def _of_arrays(path: Path) -> Source:
@@ -193,10 +194,8 @@ def _of_arrays(path: Path) -> Source:
         values = {name: np.array(x) if x.ndim else x.item() for name, x in values.items()}
         return values.get("", values)
 
-    def read(start: int, stop: int) -> list[Any]:
-        return [attempt(row, i) for i in range(start, min(stop, count))]
-
     schema: dict[str, str] | None = {} if path.suffix == ".npy" else None
+    read = _by_index(row, count)
     return Source(path.suffix, read, count, schema, lambda: hash_of_file(path))
 
 
@@ -281,7 +280,8 @@ def _of_datasets(dataset: Any) -> Source:
         parts = (raw[start : start + _STEP] for start in range(0, len(raw), _STEP))
         return hash_of_rows(_bytes_of(part) for part in parts)
 
-    return Source("a Dataset", _by_index(dataset), len(dataset), schema, digest)
+    read = _by_index(dataset.__getitem__, len(dataset))
+    return Source("a Dataset", read, len(dataset), schema, digest)
 
 
 def _bytes_of(table: Any) -> bytes:
@@ -294,10 +294,8 @@ def _bytes_of(table: Any) -> bytes:
     return found
 
 
-def _by_index(rows: Any) -> Callable[[int, int], list[Any]]:
-    return lambda start, stop: [
-        attempt(rows.__getitem__, i) for i in range(start, min(stop, len(rows)))
-    ]
+def _by_index(row: Callable[[int], Any], count: int) -> Callable[[int, int], list[Any]]:
+    return lambda start, stop: [attempt(row, i) for i in range(start, min(stop, count))]
 
 
 def _of_table(table: Any) -> Source:
@@ -314,7 +312,8 @@ def _of_table(table: Any) -> Source:
 
 
 def _of_sequence(rows: Sequence[Any]) -> Source:
-    source = Source(f"a {type(rows).__name__}", _by_index(rows), len(rows))
+    read = _by_index(rows.__getitem__, len(rows))
+    source = Source(f"a {type(rows).__name__}", read, len(rows))
     # Rows that are made when they are asked for are not made for their hash.
     is_held = isinstance(rows, (list, tuple)) or hasattr(rows, "__array__")
     return replace(source, digest=lambda: hash_of_rows(rows)) if is_held else source

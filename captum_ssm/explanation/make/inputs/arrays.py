@@ -29,6 +29,7 @@ from captum_ssm.explanation.make.inputs.pictures import (
     pictures,
     processed,
 )
+from captum_ssm.inspection.support import first_line
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -221,7 +222,7 @@ def _chosen(
         return trials[k]
     near = [trial for trial in trials if trial.is_read_so] or trials
     told, closest = dict.fromkeys(f"{_a(t.kind)} {tuple(t.batch.shape)}" for t in near), near[0]
-    reason = str(closest.error).strip().splitlines()[0].rstrip(".")[:200]
+    reason = first_line(closest.error).rstrip(".")[:200]
     first = f" Its first layer is {closest.first}." if closest.first is not None else ""
     raise InputError(
         f"the model does not take the input, of shape {tuple(forms[0].shape)}: it was tried as "

@@ -16,6 +16,7 @@ from captum_ssm.capture.model import parameter_names
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.pictures import is_path, opened
 from captum_ssm.explanation.pictures import Picture
+from captum_ssm.inspection.support import first_line
 from captum_ssm.utils.blocks import contextmanager
 
 # What processors call their arguments, in addition to ``text``.
@@ -215,9 +216,9 @@ def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> It
             for name, value in media.arguments.items()
             if torch.is_tensor(value)
         )
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"{type(model).__name__} does not take {shapes} with this text, whose "
             f"{ids.shape[-1]} tokens hold {held or 'no placeholders'}; expected placeholders for "
-            f"the images or sound that are given, and no others. The model says: {told}"
+            "the images or sound that are given, and no others. The model says: "
+            f"{first_line(error)}"
         ) from error

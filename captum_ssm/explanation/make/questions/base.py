@@ -19,6 +19,7 @@ from captum_ssm.explanation.make.relevance.removal import Replacement, validated
 from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, Rows, RowSource
 from captum_ssm.explanation.make.relevance.run import OneInput, Run
 from captum_ssm.explanation.parts import NEXT
+from captum_ssm.inspection.support import first_line
 from captum_ssm.utils.memory import memory_limit as limit_memory
 from captum_ssm.utils.memory import require
 
@@ -73,7 +74,7 @@ class Setup:
         if not self.skips_failing or list(self.methods) == [name]:
             return False
         self.methods.pop(name, None)
-        self.note(f"without {name}: {str(error).splitlines()[0]}")
+        self.note(f"without {name}: {first_line(error)}")
         return True
 
 

@@ -14,6 +14,7 @@ from captum_ssm.explanation.make.questions.base import FAILS, Questions
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import NEXT, PART
 from captum_ssm.explanation.pictures import picture_names
+from captum_ssm.inspection.support import first_line
 from captum_ssm.interventions import circuit
 from captum_ssm.utils.progress import progress
 
@@ -63,7 +64,7 @@ def circuits(
                 tokens=texts[: read.shape[1]],
             )
         except FAILS as error:
-            setup.note(f"no circuit: {str(error).splitlines()[0]}")
+            setup.note(f"no circuit: {first_line(error)}")
             return ()
         curve = {}
         if len(questions.outputs) <= CURVES:
@@ -97,7 +98,7 @@ def _curve(
             ):
                 rows[k] = questions.run(read)[place].float()
     except FAILS as error:
-        questions.setup.note(f"no curve of a circuit: {str(error).splitlines()[0]}")
+        questions.setup.note(f"no curve of a circuit: {first_line(error)}")
         return {}
     scores = {k: float(row @ contrast) for k, row in rows.items()}
     none = scores.pop(0)

@@ -60,14 +60,11 @@ export class Inset {
     context.drawImage(this.overlay, 0, 0, width, height);
     context.globalAlpha = 1;
     if (picture.isGrid && values.grid) drawGrid(context, [0, 0, width, height], picture.rows, picture.columns);
-    if (page.pointed >= 0) this.#framePart(context, page.pointed);
-    if (this.shown) this.#drawPlain();
-  }
-
-  // What is given beside a strip, as it is.
-  #drawPlain() {
-    const { context, width, height } = brush(this.shown);
-    context.drawImage(this.image, 0, 0, width, height);
+    const box = page.pointed >= 0 && this.#box(page.pointed);
+    if (box) framePart(context, box, page.colors.focus);
+    if (!this.shown) return;
+    const plain = brush(this.shown); // what is given beside a strip, as it is
+    plain.context.drawImage(image, 0, 0, plain.width, plain.height);
   }
 
   #layOut() {
@@ -84,29 +81,17 @@ export class Inset {
     if (this.shown) size(this.shown, width / 2, (width * down) / across / 2);
   }
 
-  // The cells of a part, one after the other: all of them where units are larger than tokens.
-  #cells(part) {
+  // The box around all cells of a part, which are neighbors; there are several where units are larger than tokens.
+  #box(part) {
     const { picture, unit } = this;
     const { width, height } = this.canvas.getBoundingClientRect();
     const [across, down] = [width / picture.columns, height / picture.rows];
-    return picture.tokens.flatMap((token, cell) => (unit.of[token] === part ? [{
-      x: (cell % picture.columns) * across, y: Math.floor(cell / picture.columns) * down, width: across, height: down,
-    }] : []));
-  }
-
-  // The box around all cells of a part, which are neighbors.
-  #box(part) {
-    const cells = this.#cells(part);
+    const cells = picture.tokens.flatMap((token, cell) => (unit.of[token] === part
+      ? [[cell % picture.columns, Math.floor(cell / picture.columns)]] : []));
     if (!cells.length) return null;
-    const [x, y] = [Math.min(...cells.map((cell) => cell.x)), Math.min(...cells.map((cell) => cell.y))];
-    const right = Math.max(...cells.map((cell) => cell.x + cell.width));
-    const bottom = Math.max(...cells.map((cell) => cell.y + cell.height));
-    return { x, y, width: right - x, height: bottom - y };
-  }
-
-  #framePart(context, part) {
-    const box = this.#box(part);
-    if (box) framePart(context, box, this.page.colors.focus);
+    const [[left, right], [top, bottom]] = [0, 1].map((axis) => cells.map((cell) => cell[axis]))
+      .map((places) => [Math.min(...places), Math.max(...places) + 1]);
+    return { x: left * across, y: top * down, width: (right - left) * across, height: (bottom - top) * down };
   }
 
   anchor(part) {

@@ -59,16 +59,16 @@ function factsOf(example, outputs) {
     token(answers[chosen].text), ", has ", element("b", {}, percent(least))];
 }
 
-function facts({ text, p, rank, logit }, { of }) {
-  if (p === null) return [token(text), " ", element("b", {}, plain(logit))];
-  const among = of ? ` of ${of.toLocaleString("en")}` : "";
-  return [token(text), " ", element("b", {}, likely({ p, logit })),
-    ` · rank ${rank}${among} · logit ${plain(logit)}`];
+const ranked = ({ rank }, { of }) => `rank ${rank}${of ? ` of ${of.toLocaleString("en")}` : ""}`;
+
+function facts(answer, output) {
+  const { text, p, logit } = answer;
+  return [token(text), " ", element("b", {}, likely(answer)),
+    p === null ? "" : ` · ${ranked(answer, output)} · logit ${plain(logit)}`];
 }
 
 // An answer in words, for a tooltip.
-export function described({ text, p, rank, logit }, { of }) {
-  const among = of ? ` of ${of.toLocaleString("en")}` : "";
-  return p === null ? `${name(text)}: ${plain(logit)}`
-    : `${name(text)}: ${likely({ p, logit })}, rank ${rank}${among}`;
+export function described(answer, output) {
+  const { text, p } = answer;
+  return `${name(text)}: ${likely(answer)}${p === null ? "" : `, ${ranked(answer, output)}`}`;
 }

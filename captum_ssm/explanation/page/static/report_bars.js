@@ -3,12 +3,15 @@ import { barLine, ofWhole, styled, whisker } from "./bars.js";
 import { element } from "./dom.js";
 import { count, name, percent } from "./format.js";
 
+const intervalTold = (share, low, high, examples) =>
+  `${percent(share)}, 95% interval ${percent(low)} to ${percent(high)}, in ${count(examples, "example")}`;
+
 // Entries are [key, examples, share, low, high, total, leaning].
 export function shareBars(entries, colors, choose) {
   const top = Math.max(...entries.map(([, , , , high]) => high), 1e-9);
   return element("ol", { class: "shares" }, entries.map(([key, examples, share, low, high, , leaning]) => {
     const bar = styled("i", { width: ofWhole(share, top), backgroundColor: colors.of(leaning || 1, 1.4).css });
-    const told = `${percent(share)}, 95% interval ${percent(low)} to ${percent(high)}, in ${count(examples, "example")}`;
+    const told = intervalTold(share, low, high, examples);
     const found = element("button", { type: "button", class: "link token", "aria-label": `${name(String(key))}, ${told}; find it`,
       onclick: () => choose(String(key)) }, name(String(key)));
     return barLine(told, found, [bar, whisker(low, high, top)], percent(share), examples.toLocaleString("en"));
@@ -48,8 +51,8 @@ export function placeColumns(kind, entries, reference, colors) {
   const columns = sorted.map(([key, examples, share, low, high, , leaning]) => {
     const bar = styled("i", { height: ofWhole(share, top), backgroundColor: colors.of(leaning || 1, 1.4).css });
     const mark = all.has(key) && styled("u", { bottom: ofWhole(all.get(key), top) });
-    const told = `${placeTold(kind, key)}: ${percent(share)}, 95% interval ${percent(low)} to ${percent(high)}, in `
-      + `${count(examples, "example")}${all.has(key) ? `; of all examples ${percent(all.get(key))}` : ""}`;
+    const told = `${placeTold(kind, key)}: ${intervalTold(share, low, high, examples)}`
+      + `${all.has(key) ? `; of all examples ${percent(all.get(key))}` : ""}`;
     return element("li", { "data-tip": told, "aria-label": told }, element("span", { class: "column" }, bar, whisker(low, high, top, true), mark),
       element("small", { class: "quiet" }, placeTick(kind, key)));
   });

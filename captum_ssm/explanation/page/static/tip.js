@@ -9,7 +9,8 @@ export class Tip {
   constructor(root, signal) {
     this.root = root;
     this.node = element("div", { class: "tip", role: "tooltip", id: `captum-tip-${tips++}`, hidden: true });
-    root.addEventListener("pointerover", (event) => this.#over(event), { signal });
+    root.addEventListener("pointerover", ({ target, pointerType }) =>
+      this.#explain(target, pointerType === "touch" ? 0 : DELAY), { signal });
     root.addEventListener("pointerout", (event) => this.#leave(event), { signal });
     root.addEventListener("pointerdown", (event) => this.#leave(event), { signal });
     root.addEventListener("focusin", ({ target }) => {
@@ -29,10 +30,6 @@ export class Tip {
 
   hide() {
     if (!this.explained) this.node.hidden = true;
-  }
-
-  #over(event) {
-    this.#explain(event.target, event.pointerType === "touch" ? 0 : DELAY);
   }
 
   // A finger leaves as soon as it is lifted: then the tooltip stays until the next touch.
