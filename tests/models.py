@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,6 +155,21 @@ def word_tokenizer(words: dict[str, int], **special: str) -> PreTrainedTokenizer
     backend = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+class Slow:
+    """A tokenizer without offsets: where its tokens are is found by decoding."""
+
+    is_fast = False
+
+    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
 
 
 def ids(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:

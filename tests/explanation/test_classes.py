@@ -7,6 +7,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from families import build
 from models import VOCABULARY, Classifier, tiny, word_tokenizer
 from PIL import Image
 from torch import nn
@@ -14,7 +15,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertTokenizerFast,
-    Qwen3NextConfig,
     Qwen3NextForQuestionAnswering,
     Qwen3NextForTokenClassification,
 )
@@ -36,22 +36,10 @@ def classifier():
 
 
 def qwen(kind):
+    config = build("qwen3_next").config
+    config.id2label = {0: "O", 1: "PER", 2: "LOC"}
+    config.label2id = {name: k for k, name in config.id2label.items()}
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    linear = {f"linear_{side}_head_dim": 8 for side in ("key", "value")}
-    linear |= {f"linear_num_{side}_heads": 2 for side in ("key", "value")}
-    names = {0: "O", 1: "PER", 2: "LOC"}
-    config = Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        mlp_only_layers=[0, 1, 2, 3],
-        id2label=names,
-        label2id={name: k for k, name in names.items()},
-        **heads,
-        **linear,
-    )
     return kind(config).eval()
 
 

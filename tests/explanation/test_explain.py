@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from families import build
-from models import VOCABULARY, WORDS, ids, tiny, word_tokenizer
+from models import VOCABULARY, WORDS, Slow, ids, tiny, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from vision_models import vim
@@ -197,18 +197,6 @@ def metaspace() -> PreTrainedTokenizerFast:
     )
     backend.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
-
-
-class Slow:
-    """A fast tokenizer that does not tell offsets."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    is_fast = False
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from models import tiny
+from models import Slow, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -120,24 +120,6 @@ def bytes_of(template=CHATML):
         additional_special_tokens=list(SPECIAL[2:]),
         chat_template=template,
     )
-
-
-class Slow:
-    """A tokenizer without offsets: where its tokens are is found by decoding."""
-
-    is_fast = False
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def __len__(self):
-        return len(self.inner)
-
-    def encode(self, text, **options):
-        return self.inner.encode(text, **options)
 
 
 def assert_in_turns(example, pieces):
