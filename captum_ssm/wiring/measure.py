@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -273,25 +274,18 @@ def _alike(
     graph: MixerGraph, i: int, lead: int, root: Point | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # Which token of each of two mixers reads a token of a third one, or is read by one of a root.
-    def found(reading: Point | None, k: int) -> Pairs | None:
+    def found(reading: Point | None, leaf: Point) -> Pairs | None:
         if reading is None:
             return None
-        return pairs(TokenWeights(reading, graph.exits[k], graph.batch), repeated=False)
+        return pairs(TokenWeights(reading, leaf, graph.batch), repeated=False)
 
-    for k in sorted(graph.direct[i] & graph.direct[lead]):
-        both = [found(graph.entries[j], k) for j in (i, lead)]
+    earlier = (graph.exits[k] for k in sorted(graph.direct[i] & graph.direct[lead]))
+    for leaf in chain(earlier, _made_of_both(graph, i, lead)):
+        both = [found(graph.entries[j], leaf) for j in (i, lead)]
         mine, theirs = (None if one is None else one.reader for one in both)
         if mine is not None and theirs is not None:
             yield mine, theirs
-    for point in _made_of_both(graph, i, lead):
-        ways = (TokenWeights(graph.entries[j], point, graph.batch) for j in (i, lead))
-        mine, theirs = (
-            None if one is None else one.reader
-            for one in (pairs(way, repeated=False) for way in ways)
-        )
-        if mine is not None and theirs is not None:
-            yield mine, theirs
-    both = [found(root, j) for j in (i, lead)]
+    both = [found(root, graph.exits[j]) for j in (i, lead)]
     mine, theirs = (
         None if one is None or root is None else one.source(root.tokens) for one in both
     )
