@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from captum_ssm.explanation.make.served import replay
     from captum_ssm.inspection.cost import Estimate, estimate
     from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
-    from captum_ssm.inspection.receptive_field.gradient import (
+    from captum_ssm.inspection.receptive_field import (
         Area,
         ReceptiveField,
         effective_receptive_field,

@@ -170,6 +170,14 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
+@pytest.fixture(scope="module")
+def mamba() -> torch.nn.Module:
+    """A tiny random Mamba, which the tests of a file share."""
+    from models import tiny
+
+    return tiny("mamba")
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Words w3, w4, ... as ids 3, 4, ..., after three special tokens, for the tiny models."""

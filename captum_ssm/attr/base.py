@@ -51,7 +51,27 @@ OF_CAPTUM = {
 }
 
 
-class TokenAttribution(Attribution):
+class ModelAttribution(Attribution):
+    """An attribution that knows the model: what ``forward_func`` is, or what it runs."""
+
+    def __init__(
+        self, forward_func: Callable[..., Any], model: Any = None, *, check: bool = True
+    ) -> None:
+        check_forward(forward_func)
+        forward_func, model = with_owner(forward_func, model)
+        resolve_model(forward_func, model)
+        super().__init__(forward_func)
+        self.model, self.check = model, check
+        self._constructed_with = forward_func
+
+    def _known_model(self) -> Any:
+        if self.model is None and not is_model(self.forward_func):
+            # Captum's wrappers put a function of theirs in the place of the model that it runs.
+            return self._constructed_with if is_model(self._constructed_with) else None
+        return self.model
+
+
+class TokenAttribution(ModelAttribution):
     r"""Base of the methods of this library: an attribution of one output to the input's tokens.
 
     A method is a subclass with an ``_attribute(arguments, *, its own options)``, which
@@ -128,11 +148,8 @@ class TokenAttribution(Attribution):
         memory_limit: int | None = None,
         remote: bool | str = False,
     ) -> None:
-        check_forward(forward_func)
-        forward_func, model = with_owner(forward_func, model)
-        resolve_model(forward_func, model)
-        check_remote(remote, forward_func, model)
-        super().__init__(forward_func)
+        super().__init__(forward_func, model, check=check)
+        check_remote(remote, self.forward_func, self.model)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(
                 f"interpolate_mode is {interpolate_mode!r}; expected one of {INTERPOLATIONS}, or "
@@ -142,13 +159,10 @@ class TokenAttribution(Attribution):
             raise ValueError(
                 f"feature_share is {feature_share!r}; expected one of {FEATURE_SHARES}."
             )
-        self.model = model
-        self.check = check
         self.interpolate_mode = interpolate_mode
         self.feature_share = feature_share
         self.memory_limit = memory_limit
         self.remote = remote
-        self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
 
     @log_usage()
@@ -170,16 +184,19 @@ class TokenAttribution(Attribution):
         Raises:
             ValueError, TypeError: as for each method's ``attribute``.
         """
-        self._check_options(options)
-        if return_convergence_delta and not self.has_convergence_delta():
-            raise no_delta(self.get_name())
+        self._check_options(options, return_convergence_delta)
         asked = inputs, target, additional_forward_args, position, return_convergence_delta
         with showing(show_progress):
             result = computed(lambda: self._attribute(Arguments(*asked), **options))
         check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
         return result
 
-    def _check_options(self, options: Collection[str]) -> None:
+    def _check_options(self, options: Collection[str], needs_delta: bool) -> None:
+        if needs_delta and not self.has_convergence_delta():
+            raise ValueError(
+                f"{self.get_name()} is not a decomposition of the output, so it has no convergence "
+                "delta; leave return_convergence_delta at False."
+            )
         known = self.options()
         for name in options:
             new = RENAMED.get(name)
@@ -271,9 +288,7 @@ class TokenAttribution(Attribution):
         Raises:
             ValueError: for a method without a convergence delta.
         """
-        if not self.has_convergence_delta():
-            raise no_delta(self.get_name())
-        self._check_options(options)
+        self._check_options(options, True)
         arguments = Arguments(inputs, target, additional_forward_args, position)
         return delta(self._claimed(arguments, **options), attributions)
 
@@ -286,12 +301,6 @@ class TokenAttribution(Attribution):
         # Everything after the run of the model happens in this context.
         with memory_limit(self.memory_limit), exact_arithmetic():
             yield
-
-    def _known_model(self) -> Any:
-        if self.model is None and not is_model(self.forward_func):
-            # Captum's wrappers put a function of theirs in the place of the model that it runs.
-            return self._constructed_with if is_model(self._constructed_with) else None
-        return self.model
 
     def _request(self, inputs: Any, additional_forward_args: Any) -> Request:
         extra = additional_forward_args
@@ -365,14 +374,6 @@ def methods() -> dict[str, type[TokenAttribution]]:
         if "name" in vars(cls):
             known[cls.name] = cls
     return dict(sorted(known.items()))
-
-
-def no_delta(name: str) -> ValueError:
-    """The error of a method that has no convergence delta."""
-    return ValueError(
-        f"{name} is not a decomposition of the output, so it has no convergence delta; leave "
-        "return_convergence_delta at False."
-    )
 
 
 def delta(claimed: Tensor, attributions: Any) -> Tensor:

@@ -338,7 +338,10 @@ class LaTIM(TokenAttribution):
         frozen = self._run_score(request, arguments.target, arguments.position)
         score = self._stream(frozen)
         if score is None:
-            score = self._grids(frozen, arguments)
+            # It reads the layers by the graph of a run.
+            graph = ScoreGraph.of(frozen) or self._cut_graph(frozen, arguments)
+            with self._computing():
+                score = grids_of(frozen, graph)
             if grid is not None:
                 return score.at_grid(grid, self.interpolate_mode)
         elif grid is not None:
@@ -364,12 +367,6 @@ class LaTIM(TokenAttribution):
                 return None
         warn_of_unruled(sorted(frozen.unruled))
         return score
-
-    def _grids(self, frozen: FrozenModel, arguments: Arguments) -> Decomposition:
-        # The score as it reads the layers by the graph of a run.
-        graph = ScoreGraph.of(frozen) or self._cut_graph(frozen, arguments)
-        with self._computing():
-            return grids_of(frozen, graph)
 
     def _cut_graph(self, frozen: FrozenModel, arguments: Arguments) -> ScoreGraph:
         # The graph of another run, in which modules whose graph has no rules are replaced.

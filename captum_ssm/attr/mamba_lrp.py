@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -155,7 +155,8 @@ class MambaLRP(TokenAttribution):
             relevance = rules.relevance(score)
             self._warn(frozen)
             result, of_pasts = of_inputs(frozen, relevance), rules.of_pasts
-        states = of_states(of_pasts)
+        pairs = of_pasts.items()
+        states = {path: StateRelevance(past.state, tuple(past.tails)) for path, past in pairs}
         results = [result]
         if arguments.return_convergence_delta:
             left = delta(score, result)
@@ -265,11 +266,6 @@ class MambaLRP(TokenAttribution):
 def _made_of(frozen: FrozenModel) -> frozenset[Any]:
     # What the graph of a run is made of, and what it does not show.
     return structure([frozen.require_score().grad_fn]) | frozen.operations
-
-
-def of_states(of_pasts: Mapping[str, Past]) -> dict[str, StateRelevance]:
-    """Relevance of what mixers began with, by their names, in the form that people are given."""
-    return {path: StateRelevance(past.state, tuple(past.tails)) for path, past in of_pasts.items()}
 
 
 def of_inputs(frozen: FrozenModel, relevance: Sequence[Tensor]) -> Any:

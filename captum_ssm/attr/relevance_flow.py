@@ -24,12 +24,7 @@ from captum_ssm.attr.flow.build import graph_of
 from captum_ssm.attr.flow.components import Components, components_of
 from captum_ssm.attr.flow.direct import DirectRun, DirectStandIns
 from captum_ssm.attr.flow.edges import RelevanceEdges
-from captum_ssm.attr.flow.features import (
-    FeatureRelevance,
-    blocks_read_by,
-    check_decoder,
-    features_of,
-)
+from captum_ssm.attr.flow.features import FeatureRelevance, check_decoder, features_of
 from captum_ssm.attr.flow.graph import FlowGraph
 from captum_ssm.attr.flow.layer_edges import LayerEdges, layer_edges, mean_of
 from captum_ssm.attr.flow.stream import blocks_of, nodes_of, streams_of
@@ -273,7 +268,8 @@ class RelevanceFlow(MambaLRP):
         return made, frozen, _kept(made, frozen), frozen.require_score()
 
     def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
-        stand_ins, frozen, kept, score = self._ran(arguments, blocks_read_by(readout))
+        keeping = partial(ActivationStandIns, blocks={readout.module})
+        stand_ins, frozen, kept, score = self._ran(arguments, keeping)
         streams = stand_ins.streams
         run = PropagatedRun.of(stand_ins, streams, kept, score, "lrp", retain_graph=False)
         with self._computing():
@@ -283,7 +279,7 @@ class RelevanceFlow(MambaLRP):
         stand_ins, frozen, kept, score = self._ran(arguments, DirectStandIns)
         run = DirectRun.of(stand_ins, kept, score)
         with self._computing():
-            layers = _layers(frozen, kept, run.coefficients, formulation)
+            layers = _layers(frozen, kept, run.coefficients, formulation or _natural(kept))
             return components_of(run, layers, score)
 
     def in_changed_run(self, stand_ins: Callable[..., ActivationStandIns]) -> Self:
@@ -375,11 +371,10 @@ def _layers(
     frozen: FrozenModel,
     kept: Sequence[Activations],
     coefficients: Sequence[Activations],
-    formulation: str | None,
+    formulation: str,
 ) -> list[LayerEdges]:
-    chosen = formulation or _natural(kept)
     found = [
-        layer_edges(layer, one, found, chosen)
+        layer_edges(layer, one, found, formulation)
         for layer, one, found in zip(frozen.layers, kept, coefficients, strict=True)
     ]
     return [moved(one, one.out.device, frozen.layers[0].device) for one in found]

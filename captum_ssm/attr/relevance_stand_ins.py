@@ -51,16 +51,14 @@ class RelevanceStandIns(FrozenStandIns):
         super().__init__()
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
-        self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
-        self.filled_tokens: list[Tensor] = []  # from the model's other arguments
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         return scans_frozen(root)
 
     def begin(self) -> None:
         super().begin()
-        self.embedded.clear()
-        self.filled_tokens.clear()
+        self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self.filled_tokens: list[Tensor] = []  # from the model's other arguments
 
     def picks(self, module: nn.Module) -> bool:
         """Whether calls of a module outside of the mixers are looked at."""
@@ -190,14 +188,10 @@ class StateStandIns(RelevanceStandIns):
 
     takes_pasts = True
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.pasts: list[tuple[str, Past]] = []
-        self.of_pasts: dict[str, Past] = {}
-
     def begin(self) -> None:
         super().begin()
-        self.pasts.clear()
+        self.pasts: list[tuple[str, Past]] = []
+        self.of_pasts: dict[str, Past] = {}
 
     def __call__(self, call: MixerCall) -> Any:
         if call.past is not None:

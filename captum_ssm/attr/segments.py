@@ -63,8 +63,8 @@ class FormStandIns(StateStandIns):
         forms (dict of nn.Module to Any): by mixer, its result without its numbers.
     """
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def begin(self) -> None:
+        super().begin()
         self.forms: Forms = {}
 
     def __call__(self, call: MixerCall) -> Any:
@@ -98,11 +98,10 @@ class SegmentStandIns(RelevanceStandIns):
     def __init__(self, request: Request, forms: Forms, past: Sequence[Past]) -> None:
         super().__init__(request)
         self.forms, self.past = forms, past
-        self.kept: list[Past] = []
 
     def begin(self) -> None:
         super().begin()
-        self.kept.clear()
+        self.kept: list[Past] = []
 
     def prepare(self, module: nn.Module) -> None:
         mixer = original(module)
@@ -153,17 +152,14 @@ class SegmentedRun:
     forms: Forms
     starts: Sequence[int]
     name: str
-    bounds: list[list[Past]] = field(default_factory=lambda: [[]])
+    bounds: list[list[Past]]
     blocks: list[Tensor] = field(default_factory=list)
 
     def forward(self) -> None:
         """Run all segments but the last without a graph, and store what is kept between them."""
         bar = Bar("segments", len(self.starts) - 1)
         for k in range(len(self.starts) - 1):
-            request = self._of(k)
-            stand_ins = SegmentStandIns(request, self.forms, self.bounds[k])
-            with torch.no_grad():
-                record(self._without_logits(request), also=stand_ins.picks, substitute=stand_ins)
+            stand_ins, _ = self._recorded(k)
             self.bounds.append(self._stored(k, stand_ins.kept))
             bar.advance()
 
@@ -188,18 +184,23 @@ class SegmentedRun:
 
     def outputs(self) -> Tensor:
         """What the model returns for the last segment, after :meth:`forward`."""
-        request = self._of(len(self.starts) - 1)
-        stand_ins = SegmentStandIns(request, self.forms, self.bounds[-1])
-        with torch.no_grad():
-            found = record(request, also=stand_ins.picks, substitute=stand_ins)
+        _, found = self._recorded(len(self.starts) - 1)
         return extract_logits(found.output)
+
+    def _recorded(self, k: int) -> tuple[SegmentStandIns, Recording]:
+        # A run of one segment without a graph.
+        request = self._of(k)
+        stand_ins = SegmentStandIns(request, self.forms, self.bounds[k])
+        with torch.no_grad():
+            return stand_ins, record(request, also=stand_ins.picks, substitute=stand_ins)
 
     def _propagated(
         self, k: int, score: Score, handed_on: list[Tensor | None] | None
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         # Relevance in one segment, its score, and the coefficients at what its mixers began with.
         request = with_leaves(self._of(k))
-        leaves = [past.of([_leaf(x) for x in past.tensors]) for past in self.bounds[k]]
+        kept = self.bounds[k]
+        leaves = [past.of([x.detach().requires_grad_() for x in past.tensors]) for past in kept]
         stand_ins = SegmentStandIns(request, self.forms, leaves)
         begun = [x for past in leaves for x in past.tensors]
 
@@ -208,12 +209,10 @@ class SegmentedRun:
             pairs = zip(kept, handed_on or [], strict=True)
             return sum_of([(x * c).sum() for x, c in pairs if c is not None])
 
-        is_last = handed_on is None
         with limited_graph(request.module, self.name):
-            asked = request if is_last else self._without_logits(request)
             found = record(
-                asked,
-                score=score if is_last else handing_on,
+                request,
+                score=score if handed_on is None else handing_on,
                 also=stand_ins.picks,
                 substitute=stand_ins,
             )
@@ -241,20 +240,19 @@ class SegmentedRun:
         return [past.of(list(islice(places, len(past.tensors)))) for past in kept]
 
     def _of(self, k: int) -> Request:
-        stop = self.starts[k + 1] if k + 1 < len(self.starts) else self.tokens
-        return self.request.of_tokens(self.starts[k], stop)
-
-    @property
-    def tokens(self) -> int:
-        return self.request.inputs[0].shape[1]
-
-    def _without_logits(self, request: Request) -> Request:
+        if k + 1 == len(self.starts):
+            return self.request.of_tokens(self.starts[k], self.tokens)
+        request = self.request.of_tokens(self.starts[k], self.starts[k + 1])
         # Logits of a whole segment that nothing reads would take most of the memory.
         forward = request.forward_func
         names = parameter_names(unwrap(forward)) if is_model(forward) else []
         if "logits_to_keep" not in names[len(request.positional) + 1 :]:
             return request
         return replace(request, named={**request.named, "logits_to_keep": 1})
+
+    @property
+    def tokens(self) -> int:
+        return self.request.inputs[0].shape[1]
 
 
 def check_text(request: Request, segment: Any) -> int:
@@ -344,7 +342,3 @@ def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple
 def empty(x: Tensor) -> Tensor:
     """A tensor of one number, in as many axes at least as tokens have."""
     return x.new_zeros(()).expand(*[1] * max(x.dim(), 3))
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_()

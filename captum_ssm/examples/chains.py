@@ -18,10 +18,11 @@ by a hash, is reserved.
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from captum_ssm.examples.split import is_reserved
 
 VARIABLES = tuple("abcdefghijklmnop")
 NUMBERS = tuple(str(n) for n in range(10, 40))
@@ -35,7 +36,6 @@ LINKS, CHAINS = 4, 2
 """The puzzles that the models are made for: links of a chain, and chains."""
 
 EVALUATION_SEED = 20_005
-_HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Puzzle:
     @property
     def is_held_out(self) -> bool:
         """Whether it is reserved for evaluation, by a hash of its records."""
-        return zlib.crc32(" ".join(self.facts).encode()) % _HELD_OUT_ONE_IN == 0
+        return is_reserved(" ".join(self.facts))
 
     def positions(self, record: int) -> range:
         """Where the words of a record stand in the prompt, without the break after them."""

@@ -17,12 +17,12 @@ together), chosen by a hash, is reserved. All questions of a held-out chat are a
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import dataclass
 
+from captum_ssm.examples.split import is_reserved
+from captum_ssm.examples.stories import COLORS, OBJECTS
+
 PEOPLE = ("Anna", "Emma", "Lucy", "Mia", "Ben", "Paul", "Sam", "Tom")
-COLORS = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink")
-OBJECTS = ("ball", "box", "kite", "cup", "hat", "book", "car", "doll")
 ROLES = ("system", "user", "assistant")
 END = "<end>"
 MARKS = (*(f"<{role}>" for role in ROLES), END)
@@ -42,7 +42,6 @@ TEMPLATE = (
 """The tokenizer's chat template; the generation prompt is the assistant's mark."""
 
 EVALUATION_SEED = 20_004
-_HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Fact:
     @property
     def is_held_out(self) -> bool:
         """Whether it is reserved for evaluation, by a hash of its words."""
-        return zlib.crc32(" ".join(self.words).encode()) % _HELD_OUT_ONE_IN == 0
+        return is_reserved(" ".join(self.words))
 
 
 @dataclass(frozen=True)

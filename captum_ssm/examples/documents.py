@@ -17,10 +17,11 @@ is reserved.
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import dataclass
 
-from captum_ssm.examples.chat import COLORS, OBJECTS, PEOPLE
+from captum_ssm.examples.chat import PEOPLE
+from captum_ssm.examples.split import is_reserved
+from captum_ssm.examples.stories import COLORS, OBJECTS
 
 PLACES = ("Rome", "Oslo", "Paris", "Cairo", "Lima", "Delhi")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -36,7 +37,6 @@ IDS = {word: index for index, word in enumerate(WORDS)}
 
 DOCUMENTS = 3
 EVALUATION_SEED = 20_006
-_HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Documents:
     @property
     def is_held_out(self) -> bool:
         """Whether it is reserved for evaluation, by a hash of its facts."""
-        return zlib.crc32(repr((self.people, self.facts)).encode()) % _HELD_OUT_ONE_IN == 0
+        return is_reserved(repr((self.people, self.facts)))
 
     def _pieces(self) -> list[tuple[str, list[str]]]:
         found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +136,11 @@ def sample(name: str) -> Any:
     return _weights(path)["series"]
 
 
-def _language_model(path: Path) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _language_model(path: Path, kind: str = "AutoModelForCausalLM") -> tuple[nn.Module, Any]:
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(path)
-
-
-def _text_classifier(path: Path) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(path)
+    model = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
 def _vision_model(path: Path) -> tuple[nn.Module, Any]:
@@ -158,15 +152,12 @@ def _vision_model(path: Path) -> tuple[nn.Module, Any]:
     return model, AutoImageProcessor.from_pretrained(path)
 
 
-def _series_model(kind: str) -> Callable[[Path], tuple[nn.Module, None]]:
-    def load_it(path: Path) -> tuple[nn.Module, None]:
-        from captum_ssm.examples import series
+def _series_model(path: Path, kind: str) -> tuple[nn.Module, None]:
+    from captum_ssm.examples import series
 
-        model = getattr(series, kind)()
-        model.load_state_dict(_weights(path / "model.safetensors"))
-        return model, None
-
-    return load_it
+    model = getattr(series, kind)()
+    model.load_state_dict(_weights(path / "model.safetensors"))
+    return model, None
 
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:
@@ -181,9 +172,9 @@ _LOADERS: dict[str, Callable[[Path], tuple[nn.Module, Any]]] = {
     "copying-mamba": _language_model,
     "digits-vim": _vision_model,
     "documents-mamba2": _language_model,
-    "reviews-jamba": _text_classifier,
-    "series-classifier": _series_model("SeriesClassifier"),
-    "series-forecaster": _series_model("SeriesForecaster"),
+    "reviews-jamba": partial(_language_model, kind="AutoModelForSequenceClassification"),
+    "series-classifier": partial(_series_model, kind="SeriesClassifier"),
+    "series-forecaster": partial(_series_model, kind="SeriesForecaster"),
     "stories-mamba": _language_model,
     "stories-mamba2": _language_model,
     "stories-qwen3next": _language_model,

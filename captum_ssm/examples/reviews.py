@@ -15,9 +15,10 @@ and a word, chosen by a hash, is reserved. Every held-out review has a reserved 
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from captum_ssm.examples.split import is_reserved
 
 LABELS = ("negative", "mixed", "positive")
 SUBJECTS = ("plot", "acting", "music", "ending", "cast", "story", "dialogue", "camera")
@@ -36,7 +37,6 @@ WORDS = (UNKNOWN, PADDING, *FUNCTION_WORDS, *SUBJECTS, *PEOPLE, *DAYS, *GOOD, *B
 IDS = {word: index for index, word in enumerate(WORDS)}
 
 EVALUATION_SEED = 20_003
-_HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Review:
 
 def is_held_out(subject: str, word: str) -> bool:
     """Whether a pair, by a hash of its words, is reserved for evaluation."""
-    return zlib.crc32(f"{subject} {word}".encode()) % _HELD_OUT_ONE_IN == 0
+    return is_reserved(f"{subject} {word}")
 
 
 def make_review(rng: random.Random, *, held_out: bool = False) -> Review:

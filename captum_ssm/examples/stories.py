@@ -27,12 +27,13 @@ fact of a held-out story (its owner, color and object together) was ever trained
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from captum_ssm.examples.split import is_reserved
 
 __all__ = [
     "COLORS",
@@ -92,7 +93,6 @@ UNKNOWN_ID, PADDING_ID = IDS[UNKNOWN], IDS[PADDING]
 
 KINDS = ("color", "animal", "pronoun")
 PEOPLE = 4  # at most in a story; at least two
-_HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def is_held_out(sentence: list[str]) -> bool:
         >>> stories.is_held_out("The dogs near the bird bark .".split())
         False
     """
-    return zlib.crc32(" ".join(sentence).encode()) % _HELD_OUT_ONE_IN == 0
+    return is_reserved(" ".join(sentence))
 
 
 def make_story(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.errors import InputError
+from captum_ssm.utils.tables import text_table
 
 # Rows of a layer's heads are read so many entries at a time.
 _TILE = 1 << 22
@@ -74,11 +76,7 @@ class HeadRoles(tuple[HeadRole, ...]):
             )
             for one in self[:count]
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines = text_table(rows)
         if len(self) > count:
             lines.append(f"and {len(self) - count} more")
         return "\n".join(lines)
@@ -144,15 +142,14 @@ def head_roles(
             "RelevanceFlow(model).edges(...) or captum_ssm.hidden_attention(model, inputs)."
         )
     counted = _roles_of(tokens, separators, mask)
-    found: list[tuple[str, int, Tensor, Tensor, Tensor]] = []
-    for layer, one in maps.items():
-        size, shares, chance = _summed(layer, one, counted, groups)
-        found += [(layer, m, size[m], shares[:, m], chance[:, m]) for m in range(len(size))]
-    total = sum(float(size) for _, _, size, _, _ in found) or 1.0
+    found = {layer: _summed(layer, one, counted, groups) for layer, one in maps.items()}
+    total = sum(size for sizes, _, _ in found.values() for size in sizes.tolist()) or 1.0
     heads = [
-        _named(layer, m, float(size), total, dict(zip(counted.roles, pair, strict=True)))
-        for layer, m, size, shares, chance in found
-        for pair in [zip(shares.tolist(), chance.tolist(), strict=True)]
+        _named(layer, m, size, total, *(dict(zip(counted.by_role, x, strict=True)) for x in parts))
+        for layer, (sizes, shares, chance) in found.items()
+        for m, (size, *parts) in enumerate(
+            zip(sizes.tolist(), shares.T.tolist(), chance.T.tolist(), strict=True)
+        )
     ]
     return HeadRoles(sorted(heads, key=lambda head: -head.size))
 
@@ -167,25 +164,24 @@ def _excess(share: float, chance: float) -> float:
 
 
 def _named(
-    layer: str, head: int, size: float, total: float, pairs: dict[str, tuple[float, float]]
+    layer: str,
+    head: int,
+    size: float,
+    total: float,
+    shares: dict[str, float],
+    chance: dict[str, float],
 ) -> HeadRole:
-    excess = {role: _excess(*pair) for role, pair in pairs.items()}
-    best = max(excess, key=lambda role: excess[role])
-    role = best if is_clearly_above_chance(*pairs[best]) else None
-    shares = {role: pair[0] for role, pair in pairs.items()}
-    chance = {role: pair[1] for role, pair in pairs.items()}
-    return HeadRole(layer, head, role, size, size / total, shares, chance)
+    found = HeadRole(layer, head, None, size, size / total, shares, chance)
+    excess = found.excess
+    best = max(excess, key=excess.__getitem__)
+    is_clear = is_clearly_above_chance(shares[best], chance[best])
+    return replace(found, role=best) if is_clear else found
 
 
-@dataclass(frozen=True)
-class _Roles:
+class _Roles(NamedTuple):
     # Which tokens have a role for those that read: by role (B, L, L), and all that may be read.
     by_role: dict[str, Tensor]
     readable: Tensor
-
-    @property
-    def roles(self) -> list[str]:
-        return list(self.by_role)
 
 
 def _roles_of(tokens: Tensor, separators: Sequence[int], mask: Tensor | None) -> _Roles:
@@ -221,8 +217,9 @@ def _summed(
     layer: str, one: LayerEdges | Tensor, roles: _Roles, groups: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     # By head: its size (M,), and by role its shares and those of chance, (roles, M).
-    size: Tensor | None = None
-    for index, rows in _rows(layer, one, roles.readable.shape, _count(layer, one, groups)):
+    K, M = len(roles.by_role), _count(layer, one, groups)
+    size = torch.zeros(1 + 2 * K, M, dtype=torch.float64)
+    for index, rows in _rows(layer, one, roles.readable.shape, M):
         rows = rows.abs().cpu().double()  # (B, M, R, L)
         of_row = rows.sum(3)
         readable = roles.readable[:, index]
@@ -230,14 +227,9 @@ def _summed(
         at = torch.stack([mask[:, index] for mask in roles.by_role.values()])  # (roles, B, R, L)
         read = torch.einsum("bmrl,kbrl->km", rows, at.double())
         even = torch.einsum("bmr,kbr->km", of_row, at.sum(3) / count.double())
-        parts = torch.cat([of_row.sum((0, 2))[None], read, even])
-        size = parts if size is None else size + parts
-    if size is None:  # nothing of this mixer counts
-        size = torch.zeros(
-            1 + 2 * len(roles.by_role), _count(layer, one, groups), dtype=torch.float64
-        )
+        size += torch.cat([of_row.sum((0, 2))[None], read, even])
     shares = size[1:] / size[0].clamp(min=1e-300)
-    return size[0], shares[: len(roles.by_role)], shares[len(roles.by_role) :]
+    return size[0], shares[:K], shares[K:]
 
 
 def _count(layer: str, one: LayerEdges | Tensor, groups: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from captum_ssm.errors import renamed
-from captum_ssm.utils.tables import html_table
+from captum_ssm.utils.tables import html_table, text_table
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,7 @@ _KNOWN = {
 
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of a table as lines, two spaces to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (map(str.ljust, row, widths) for row in rows)
-    return [f"  {'  '.join(cells).rstrip()}" for cells in padded]
+    return [f"  {line}" for line in text_table(rows)]
 
 
 def shortened(paths: Sequence[str]) -> str:

@@ -100,11 +100,10 @@ class CircuitStandIns(ChangedStandIns):
     ) -> None:
         super().__init__(*args)
         self.kept, self.reference, self.whole = kept, reference, whole
-        self.visits: Counter[str] = Counter()
 
     def begin(self) -> None:
         super().begin()
-        self.visits.clear()
+        self.visits: Counter[str] = Counter()
 
     def changed(self, call: MixerCall, frozen: FrozenMixer) -> Changed:
         visit = self.visits[call.path]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from captum_ssm.interventions.edges import EdgesElsewhere, EdgeSet, EdgeSum
 from captum_ssm.interventions.open_mixer import OpenMixer
-from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
 
 
@@ -30,19 +29,14 @@ def sums_of(opened: OpenMixer, operator: TokenOperator | None) -> list[EdgeSum]:
         if unedited is not None:
             whole = unedited.gated + operator.matvec(v - unedited.mixer.inputs)
         return [EdgeSum(operator, v, whole, whole - operator.matvec(v))]
-    scans = [scan for scan, _, _ in opened.mixer.scans_in_order()]
-    if unedited is None:
-        return [_of_scan(scan, scan.values, y) for scan, y in zip(scans, opened.mixed, strict=True)]
-    before = (scan for scan, _, _ in unedited.mixer.scans_in_order())
-    return [
-        _of_scan(scan, now.values, scan.mix(now.values))
-        for scan, now in zip(before, scans, strict=True)
-    ]
-
-
-def _of_scan(scan: FrozenMixer, values: Tensor, mixed: Tensor) -> EdgeSum:
-    rest = torch.zeros_like(values) if scan.skip is None else scan.skip * values
-    return EdgeSum(scan.recurrence, values, mixed, rest)
+    values = [scan.values for scan, _, _ in opened.mixer.scans_in_order()]
+    mixer = opened.mixer if unedited is None else unedited.mixer
+    sums = []
+    for k, ((scan, _, _), v) in enumerate(zip(mixer.scans_in_order(), values, strict=True)):
+        mixed = opened.mixed[k] if unedited is None else scan.mix(v)
+        rest = torch.zeros_like(v) if scan.skip is None else scan.skip * v
+        sums.append(EdgeSum(scan.recurrence, v, mixed, rest))
+    return sums
 
 
 def with_edges(
@@ -61,9 +55,7 @@ def with_edges(
             None for nothing. Default: None
     """
     left = left_of(opened, edges, operator, elsewhere)
-    if operator is not None:
-        return opened.returning(left[0])
-    return opened.returning(gated_by(opened, left))
+    return opened.returning(gated_by(opened, left) if operator is None else left[0])
 
 
 def left_of(

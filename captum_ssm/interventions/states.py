@@ -56,8 +56,8 @@ class LayerState:
             Tensor: ``(B, L, D, N)`` or ``(B, L, H, K, P)``.
         """
         operator, v = memory_of(self.mixer), self.mixer.values
-        B, L, D, M = operator.sizes
-        row = mask_of("position", position, (1, L), v.device)[0].nonzero()[:, 0]
+        B, _, D, M = operator.sizes
+        row = positions_of("position", position, operator)
         with exact_arithmetic():
             parts = []
             for read in reads(operator):
@@ -80,10 +80,8 @@ class LayerState:
             Tensor: ``(B, R, M)`` float, one per channel or head; infinite where half or more is
             left at the end of the sequence, and NaN where nothing was written (padding).
         """
-        operator = memory_of(self.mixer)
-        L = operator.length
-        at = mask_of("positions", positions, (1, L), operator.device)[0].nonzero()[:, 0]
-        lengths = []
+        operator, lengths = memory_of(self.mixer), []
+        at = positions_of("positions", positions, operator)
         with exact_arithmetic():
             for t in at.tolist():
                 size = left_of_writes(operator, t)
@@ -160,13 +158,16 @@ def state_layers(request: Request, layers: Any, check: bool) -> list[FrozenCall]
 
 
 def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
-    mixer = layer.mixer
-    operator, values = memory_of(mixer), mixer.values
-    L = operator.length
-    at = mask_of("positions", positions, (1, L), values.device)[0].nonzero()[:, 0]
+    mixer, operator = layer.mixer, memory_of(layer.mixer)
+    at = positions_of("positions", positions, operator)
     with exact_arithmetic():
         parts = [part[:, at] for part in states_of(mixer)]
         return LayerState(operator.joined_states(parts), at, mixer)
+
+
+def positions_of(what: str, chosen: Tokens, operator: StateOperator) -> Tensor:
+    """The chosen tokens, the same in every example, in ascending order: ``(R,)``."""
+    return mask_of(what, chosen, (1, operator.length), operator.device)[0].nonzero()[:, 0]
 
 
 def state_operator(mixer: FrozenMixer) -> StateOperator:

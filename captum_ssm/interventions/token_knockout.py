@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from captum.attr import PerturbationAttribution
 from torch import Tensor
 
+from captum_ssm.attr.base import ModelAttribution
 from captum_ssm.attr.to_inputs import of_inputs
-from captum_ssm.capture import Request, check_forward, freeze, is_model, resolve_model, with_owner
+from captum_ssm.capture import Request, freeze
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.runs import Runs, bar
@@ -48,7 +49,7 @@ class LayerSweep:
         return dict(zip(names, self.relevance[example], strict=True))
 
 
-class TokenKnockout(PerturbationAttribution):
+class TokenKnockout(ModelAttribution, PerturbationAttribution):
     r"""What the explained score loses when the edges out of a token are removed.
 
     For each token (or span of tokens, by ``feature_mask``) the model is run without what other
@@ -73,17 +74,6 @@ class TokenKnockout(PerturbationAttribution):
         >>> method.attribute(input_ids, target=5, layers=[0], perturbations_per_eval=7).shape
         torch.Size([1, 7])
     """
-
-    def __init__(
-        self, forward_func: Callable[..., Any], model: Any = None, *, check: bool = True
-    ) -> None:
-        check_forward(forward_func)
-        forward_func, model = with_owner(forward_func, model)
-        resolve_model(forward_func, model)
-        super().__init__(forward_func)
-        self.model = model
-        self.check = check
-        self._constructed_with = forward_func
 
     @log_usage()
     def attribute(
@@ -173,7 +163,7 @@ class TokenKnockout(PerturbationAttribution):
         knocked = self._prepared(
             inputs, target, additional_forward_args, position, readers, feature_mask
         )
-        paths = list(chosen_layers(self._model, None))
+        paths = list(chosen_layers(knocked.runs.frozen.request.model, None))
         if not 1 <= window <= len(paths) or stride < 1:
             raise ValueError(
                 f"window is {window} and stride {stride}; this model has {len(paths)} mixers: "
@@ -184,13 +174,6 @@ class TokenKnockout(PerturbationAttribution):
         edges = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
         relevance = knocked.relevance(windows, edges, perturbations_per_eval, show_progress)
         return LayerSweep(relevance, windows)
-
-    @property
-    def _model(self) -> Any:
-        if self.model is not None or is_model(self.forward_func):
-            return self.model or self.forward_func
-        # Captum's wrappers replace forward_func, the model, by a function that runs it.
-        return self._constructed_with
 
     def _prepared(
         self,
@@ -203,7 +186,7 @@ class TokenKnockout(PerturbationAttribution):
     ) -> _Knocked:
         if readers not in READERS:
             raise ValueError(f"readers is {readers!r}; expected one of {READERS}.")
-        request = Request.of(self.forward_func, self._model, inputs, extra)
+        request = Request.of(self.forward_func, self._known_model(), inputs, extra)
         of_query = readers == "query"
         query_target = target if of_query else None
         frozen = freeze(

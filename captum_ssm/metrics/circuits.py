@@ -118,7 +118,8 @@ class CircuitFaithfulness:
             curves["control"] = self.control
         if self.is_one_score:  # with no answers to count
             curves = {"gap": self.gap}
-        found = {name: _mean(read(curve), **options) for name, curve in curves.items()}
+        values = {name: read(curve) for name, curve in curves.items()}
+        found = {name: bootstrap(x[~x.isnan()], **options) for name, x in values.items()}
         parts = read(self.scores), self.none, self.whole
         return found | {"recovered": bootstrap(*parts, statistic=_ratio, **options)}
 
@@ -277,10 +278,6 @@ def _checked(ks: Sequence[int]) -> tuple[int, ...]:
 
 def _prefixes(edges: list[list[Any]], ks: tuple[int, ...]) -> list[list[Any]]:
     return [[edge for own in edges for edge in own[:k]] for k in ks]
-
-
-def _mean(values: Tensor, **options: Any) -> Interval:
-    return bootstrap(values[~values.isnan()], **options)
 
 
 def _ratio(score: Tensor, none: Tensor, whole: Tensor) -> Tensor:

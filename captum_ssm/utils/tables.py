@@ -1,9 +1,31 @@
-"""Tables as HTML, for the values of a notebook's cells."""
+"""Tables: as lines of text, and as HTML for the values of a notebook's cells."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+
+def text_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The rows as lines, columns below each other, two spaces apart.
+
+    Args:
+        rows (sequence of sequence of str): the heading first, one text per column.
+        right (collection of int, optional): the columns that end at their right. Default: ``()``
+
+    Examples::
+
+        >>> text_table([("part", "share"), ("bias", "7%")], right=[1])
+        ['part  share', 'bias     7%']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    justify = [str.rjust if k in right else str.ljust for k in range(len(widths))]
+    return [
+        "  ".join(
+            put(cell, width) for put, cell, width in zip(justify, row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:

@@ -20,7 +20,7 @@ from families import (
 )
 from frozen import frozen_layers
 from methods import assert_close
-from models import embed, ids, tiny
+from models import embed, ids
 from torch import Tensor, nn
 
 import captum_ssm
@@ -43,11 +43,6 @@ def some(*shape: int, share: float = 0.6) -> Tensor:
 def logits(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
     with torch.no_grad():
         return model(tokens, **inputs).logits
-
-
-@pytest.fixture(scope="module")
-def mamba() -> nn.Module:
-    return tiny("mamba")
 
 
 def dense(

@@ -75,11 +75,6 @@ def test_knockout_is_brute_force(family, side):
         assert_close(found * real, truth * real)
 
 
-@pytest.fixture(scope="module")
-def mamba() -> nn.Module:
-    return tiny("mamba")
-
-
 @pytest.mark.parametrize("family", SCANS)
 def test_without_a_source_nothing_changes_at_all(family):
     model, tokens = build(family), ids(2, L)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from families import build, modeling_of
 from methods import assert_close
-from models import Residual, embed, ids, randomize, tiny
-from torch import Tensor, nn
+from models import Residual, embed, ids, randomize
+from torch import Tensor
 
 from captum_ssm import InputError, UnsupportedModelError
 from captum_ssm.interventions import (
@@ -34,11 +34,6 @@ def pair(batch: int = 2, at: int = 2) -> tuple[Tensor, Tensor]:
     corrupted = clean.clone()
     corrupted[:, at] = (clean[:, at] + 7) % 30 + 3
     return clean, corrupted
-
-
-@pytest.fixture(scope="module")
-def mamba() -> nn.Module:
-    return tiny("mamba")
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "qwen3_next"])

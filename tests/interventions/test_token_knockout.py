@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, padded
-from models import Classifier, WithOutput, embed, ids, tiny
+from models import Classifier, WithOutput, embed, ids
 from torch import Tensor, nn
 
 from captum_ssm import InputError, UnsupportedModelError
 from captum_ssm.interventions import TokenKnockout, knockout
 
 L = 7
-
-
-@pytest.fixture(scope="module")
-def mamba() -> nn.Module:
-    return tiny("mamba")
 
 
 def by_hand(model: nn.Module, tokens: Tensor, target: int, targets=None, **options) -> Tensor:

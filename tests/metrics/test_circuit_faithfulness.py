@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import padded
-from models import ids, tiny
+from models import ids
 from torch import Tensor, nn
 
 from captum_ssm import examples
@@ -19,11 +19,6 @@ from captum_ssm.metrics import CircuitFaithfulness, circuit_faithfulness
 
 L = 7
 EVERY = 2 * L * (L + 1) // 2  # edges of two causal layers
-
-
-@pytest.fixture(scope="module")
-def mamba() -> nn.Module:
-    return tiny("mamba")
 
 
 @pytest.fixture(scope="module")

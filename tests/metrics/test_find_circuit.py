@@ -20,11 +20,6 @@ from captum_ssm.metrics import circuit_faithfulness, find_circuit, find_circuits
 L = 7
 
 
-@pytest.fixture(scope="module")
-def mamba() -> nn.Module:
-    return tiny("mamba")
-
-
 def last(model: nn.Module, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         return model(tokens).logits[:, -1]

@@ -184,20 +184,16 @@ class ActivationStandIns(RelevanceStandIns):
         super().__init__(request)
         self.blocks = blocks or set()
         self.rule = rule
-        self.made_of: list[Activations | ScannedCall] = []
-        self.scans: list[Scan] = []  # of the call that is running
-        self.streams: list[BlockStream] = []
-        self.normed: list[tuple[int, Tensor]] = []
 
     def picks(self, module: nn.Module) -> bool:
         return module in self.blocks or super().picks(module)
 
     def begin(self) -> None:
         super().begin()
-        self.made_of.clear()
-        self.scans.clear()
-        self.streams.clear()
-        self.normed.clear()
+        self.made_of: list[Activations | ScannedCall] = []
+        self.scans: list[Scan] = []  # of the call that is running
+        self.streams: list[BlockStream] = []
+        self.normed: list[tuple[int, Tensor]] = []
 
     def around(self, root: nn.Module) -> AbstractContextManager[None]:
         return scans_frozen(root, self.scans.append)
@@ -323,13 +319,13 @@ class PropagatedRun:
         starts = stand_ins.starts()
         around = [x for stream in streams for x in (*stream.before, *stream.after)]
         inside = [x for one in kept for x in one.tensors]
-        wanted = {id(x): x for x in (*starts, *inside, *around) if x.requires_grad}
-        tensors = list(wanted.values())
-        if rule == "lrp":
-            found = coefficients_at(tensors, score, starts, retain_graph=retain_graph)
-        else:
-            found = gradients_at(tensors, score)
-        return cls(streams, kept, dict(zip(wanted, found, strict=True)))
+
+        def of(tensors: list[Tensor]) -> Sequence[Tensor | None]:
+            if rule == "lrp":
+                return coefficients_at(tensors, score, starts, retain_graph=retain_graph)
+            return gradients_at(tensors, score)
+
+        return cls(streams, kept, by_identity([*starts, *inside, *around], of))
 
     def coefficient_at(self, x: Tensor) -> Tensor | None:
         """The coefficient at one tensor."""
@@ -349,8 +345,16 @@ class PropagatedRun:
         return times(tensors, self.coefficients_at(tensors))
 
 
+def by_identity(
+    tensors: Sequence[Tensor], of: Callable[[list[Tensor]], Sequence[Tensor | None]]
+) -> dict[int, Tensor | None]:
+    """What a function returns for those of the tensors that have a graph, each given once."""
+    wanted = {id(x): x for x in tensors if x.requires_grad}
+    return dict(zip(wanted, of(list(wanted.values())), strict=True))
+
+
 def coefficients_of(
-    kept: Sequence[Activations], of: Callable[[list[Tensor]], list[Tensor | None]]
+    kept: Sequence[Activations], of: Callable[[list[Tensor]], Sequence[Tensor | None]]
 ) -> list[Activations]:
     """Coefficients in the place of activations, zero where the score does not depend on one.
 
@@ -358,9 +362,7 @@ def coefficients_of(
         kept (sequence of Activations): by mixer.
         of (Callable): returns the coefficients at tensors.
     """
-    tensors = [x for one in kept for x in one.tensors]
-    wanted = {id(x): x for x in tensors if x.requires_grad}
-    found = dict(zip(wanted, of(list(wanted.values())), strict=True))
+    found = by_identity([x for one in kept for x in one.tensors], of)
 
     def one(x: Tensor) -> Tensor:
         coefficient = found.get(id(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,23 +40,16 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
     nodes = _nodes(edges, steps)
     rankings = [[layer.ranking(CANDIDATES) for layer in step] for step in steps]
 
-    def each(of: Callable[[LayerEdges], Tensor]) -> Tensor:
-        return torch.stack([sum_of([of(layer) for layer in step]) for step in steps])
-
-    def ranked(of: Callable[[Ranking], Tensor]) -> Tensor:
-        return torch.stack([sum_of([of(ranking) for ranking in step]) for step in rankings])
-
-    out, gate, skip = (
-        each(lambda one: one.out),
-        each(lambda one: one.gate),
-        each(lambda one: one.skip),
+    out, gate, skip, given, bias = (
+        _summed(steps, name) for name in ("out", "gate", "skip", "out_of", "bias")
     )
-    own, given = ranked(lambda one: one.own), each(lambda one: one.out_of)
+    own, positive = (_summed(rankings, name) for name in ("own", "positive"))
     residual, constant, shifts = _of_blocks(edges, out)
     passing = nodes[1:] - out
     stays = passing + own + skip + gate
     arrived = _arrived(constant, shifts)
-    chosen, total = _chosen(steps, rankings, nodes, example, share)
+    at = (nodes[-1, example] != 0).nonzero()[:, 0].tolist()
+    chosen, total = _chosen(steps, rankings, at, example, share)
     return FlowGraph(
         layers=[_layer(step) for step in steps],
         nodes=nodes[:, example],
@@ -65,22 +58,27 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         own=(own + skip)[:, example],
         gate=gate[:, example],
         rest=(passing - residual.nan_to_num(0.0))[:, example],
-        bias=each(lambda one: one.bias)[:, example],
+        bias=bias[:, example],
         constant=constant[:, example],
         shifts={o: x[:, example] for o, x in shifts.items()},
         lost=(nodes[:-1] + arrived - stays - (given - own))[:, example],
         edges=chosen,
         heads=_heads(edges, chosen, example),
-        positive=ranked(lambda one: one.positive)[:, example],
+        positive=positive[:, example],
         score=float(edges.score[example]),
         of=edges.of,
         relevance=_token_relevance(edges, example, nodes),
-        at=(nodes[-1, example] != 0).nonzero()[:, 0].tolist(),
+        at=at,
         total=total,
         formulation=edges.formulation,
         tokens=[str(t) for t in range(nodes.shape[-1])],
         count=_count(rankings, nodes.shape[-1]),
     )
+
+
+def _summed(steps: Sequence[Sequence[LayerEdges | Ranking]], name: str) -> Tensor:
+    # The sum over the mixers of each step, (W, B, L).
+    return torch.stack([sum_of([getattr(one, name) for one in step]) for step in steps])
 
 
 def _count(rankings: Sequence[Sequence[Ranking]], tokens: int) -> int:
@@ -181,7 +179,7 @@ def _layer(step: Sequence[LayerEdges]) -> FlowLayer:
 def _chosen(
     steps: Sequence[Sequence[LayerEdges]],
     rankings: Sequence[Sequence[Ranking]],
-    nodes: Tensor,
+    at: Sequence[int],
     example: int,
     share: float,
 ) -> tuple[list[Edge], float]:
@@ -194,7 +192,6 @@ def _chosen(
     ]
     whole = sum(float(r.total[example]) for step in rankings for r in step)
     candidates = sorted(candidates, key=lambda one: -abs(one[0]))[:CANDIDATES]
-    at = (nodes[-1, example] != 0).nonzero()[:, 0].tolist()
     chosen, held = [], 0.0
     for n in joined([one[:4] for one in candidates], at, len(steps))[:MOST]:
         if held >= share * whole:

@@ -14,6 +14,7 @@ from captum_ssm.attr.flow.graph import check_texts
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.utils.integers import example_index
+from captum_ssm.utils.tables import text_table
 
 KINDS = ("embedding", "recurrence", "attention", "mlp", "bias")
 # The parts add up to what the stream holds, up to this share of the largest, in float32 and below.
@@ -107,11 +108,7 @@ class Components:
             for share in [_share(float(value[example]), score)]
         ]
         rows.append(("score", "", f"{score:+.3f}", "", ""))
-        widths = [max(len(row[k]) for row in rows) for k in range(4)]
-        return "\n".join(
-            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e}".rstrip()
-            for a, b, c, d, e in rows
-        )
+        return "\n".join(text_table(rows, right=(2, 3)))
 
     def __str__(self) -> str:
         return self.table()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,16 @@ from captum_ssm.attr.flow.activations import (
     Activations,
     ActivationStandIns,
     BlockStream,
+    by_identity,
     coefficients_of,
 )
-from captum_ssm.attr.flow.stream import UNKNOWN_STREAM, blocks_of, streams_of
+from captum_ssm.attr.flow.stream import UNKNOWN_STREAM, blocks_of, shared_tensors, streams_of
 from captum_ssm.attr.relevance import coefficients_at
 from captum_ssm.capture import Request
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.relevance_rules import goes_through_activation, is_norm, ruled
 from captum_ssm.mixers import MixerCall, find_mixers
+from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import tensors_in
 
 # A stream is passed on unchanged where its coefficients differ by so much of the largest.
@@ -71,13 +73,13 @@ class DirectRun:
         outputs = [kept[one].output if isinstance(one, int) else one.output for one in order]
         streams, _ = streams_of(stand_ins, score)
         around = [x for s in streams for x in (*s.before, *s.after)]
-        wanted = {id(x): x for x in around if x.requires_grad}
-        tensors = list({id(x): x for x in (*starts, *wanted.values())}.values())
         found: dict[int, Tensor] = {}
-        with _cut(outputs, found):
-            of_all = coefficients_at(tensors, score, starts, retain_graph=True)
-        by_id = zip(map(id, tensors), of_all, strict=True)
-        at_streams = {one: g for one, g in by_id if g is not None and one in wanted}
+        with _hooked([(x, partial(_stop, found, id(x))) for x in outputs if x.requires_grad]):
+            of_all = by_identity(
+                [*starts, *around], lambda x: coefficients_at(x, score, starts, retain_graph=True)
+            )
+        by_id = ((id(x), of_all.get(id(x))) for x in around)
+        at_streams = {one: g for one, g in by_id if g is not None}
         coefficients = _inside(kept, found, starts)
         parts = [(one, found.get(id(x))) for one, x in zip(order, outputs, strict=True)]
         return cls(parts, coefficients, streams, at_streams)
@@ -90,7 +92,7 @@ class DirectRun:
         """
         if not self.streams or not self.streams[-1].after:
             raise UnsupportedModelError(f"{UNKNOWN_STREAM} Call RelevanceFlow.edges.")
-        last = self._coefficient(self.streams[-1].after)
+        last = self._coefficients(self.streams[-1].after)[0]
         for n, stream in enumerate(self.streams):
             for what, tensors in (("before", stream.before), ("after", stream.after)):
                 # A norm of the embeddings, in the first block, is a part of the embedding.
@@ -114,19 +116,15 @@ class DirectRun:
 
     def begins_plainly(self) -> bool:
         """Whether the first block adds to what it is given, and not to a norm of it."""
-        last = self._coefficient(self.streams[-1].after)
+        last = self._coefficients(self.streams[-1].after)[0]
         return all(_are_parallel(g, last) for g in self._coefficients(self.streams[0].before))
 
     def _own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # What several blocks are given, such as the embeddings once more, is not the stream.
-        uses = Counter(id(x) for stream in self.streams for x in stream.before)
-        return [x for x in tensors if uses[id(x)] <= 1 and id(x) in self.at_streams]
+        shared = shared_tensors(self.streams)  # such as the embeddings once more
+        return [x for x in tensors if id(x) not in shared and id(x) in self.at_streams]
 
     def _coefficients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.at_streams[id(x)] for x in self._own(tensors)]
-
-    def _coefficient(self, tensors: Sequence[Tensor]) -> Tensor:
-        return self._coefficients(tensors)[0]
 
 
 class DirectStandIns(ActivationStandIns):
@@ -146,14 +144,13 @@ class DirectStandIns(ActivationStandIns):
         parts = {part for block in blocks for part in _parts(block, mixers)}
         named = request.module.named_modules()
         self.parts = {module: name for name, module in named if module in parts}
-        self.written: list[Written] = []
 
     def picks(self, module: nn.Module) -> bool:
         return module in self.parts or super().picks(module)
 
     def begin(self) -> None:
         super().begin()
-        self.written.clear()
+        self.written: list[Written] = []
 
     def other(self, call: MixerCall) -> Tensor | None:
         path = self.parts.get(call.module)
@@ -196,26 +193,19 @@ def _computes(call: MixerCall) -> bool:
     return goes_through_activation(call.output.grad_fn, start)
 
 
-class _cut(ExitStack):
-    # Gradients of tensors are put into `found`, and go no further.
-    def __init__(self, tensors: Sequence[Tensor], found: dict[int, Tensor]) -> None:
-        super().__init__()
-        for x in tensors:
-
-            def stop(g: Tensor, key: int = id(x)) -> Tensor:
-                found[key] = g.detach()
-                return torch.zeros_like(g)
-
-            if x.requires_grad:
-                self.callback(x.register_hook(stop).remove)
+@contextmanager
+def _hooked(hooks: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+    # What takes the place of the gradients of tensors.
+    with ExitStack() as stack:
+        for x, hook in hooks:
+            stack.callback(x.register_hook(hook).remove)
+        yield
 
 
-class _started(ExitStack):
-    # Gradients of tensors are these, whatever arrives there.
-    def __init__(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        super().__init__()
-        for x, gradient in zip(tensors, gradients, strict=True):
-            self.callback(x.register_hook(lambda _, g=gradient: g).remove)
+def _stop(found: dict[int, Tensor], key: int, g: Tensor) -> Tensor:
+    # A gradient is put into `found`, and goes no further.
+    found[key] = g.detach()
+    return torch.zeros_like(g)
 
 
 def _inside(
@@ -230,7 +220,8 @@ def _inside(
     def pulled(tensors: list[Tensor]) -> list[Tensor | None]:
         inner = [x for x in tensors if id(x) not in own]
         roots = [x.grad_fn for x in outputs]
-        with torch.enable_grad(), ruled(roots, ends), _started(outputs, gradients):
+        hooks = [(x, lambda _, g=g: g) for x, g in zip(outputs, gradients, strict=True)]
+        with torch.enable_grad(), ruled(roots, ends), _hooked(hooks):
             pulled = torch.autograd.grad(outputs, inner, gradients, allow_unused=True)
         by_id = dict(zip(map(id, inner), pulled, strict=True))
         return [found.get(id(x)) if id(x) in own else by_id[id(x)] for x in tensors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -204,18 +204,11 @@ def _mixer_of(readout: Readout, layers: Sequence[FrozenCall], run: PropagatedRun
 
 def _streams(stand_ins: ActivationStandIns, readout: Readout) -> tuple[Tensor, Tensor]:
     # What the layer returned, in the graph, and what the features are read from.
-    found: Sequence[Tensor] = ()
     for stream in stand_ins.streams:
         read = stream.after if readout.side == "output" else stream.before
-        found = [*stream.after[:1], *read[:1]]
-        if len(found) == 2:
-            return found[0], found[1]
+        if stream.after and read:
+            return stream.after[0], read[0]
     raise UnsupportedModelError(
         f"{readout.layer} is not run before the score is read, or takes or returns no vectors of "
         "tokens (B, L, E); expected an earlier block, or a module such as an MLP."
     )
-
-
-def blocks_read_by(readout: Readout) -> Callable[..., ActivationStandIns]:
-    """A maker of stand-ins, for a request, that keep what the readout's layer returns."""
-    return lambda request: ActivationStandIns(request, {readout.module})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from captum_ssm.attr.flow.activations import Activations
+from captum_ssm.attr.relevance import times
 from captum_ssm.capture import FrozenCall
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
@@ -230,10 +231,11 @@ def layer_edges(
     else:
         operator, drawn = _unified(mixer, kept, coefficients, g)
         skip = torch.zeros_like(drawn)
-        bias = _of_scans(mixer, [_conv_bias(s, x) for (s, _, _), x in _with(mixer, g)])
+        pairs = zip(mixer.scans_in_order(), g, strict=True)
+        bias = _of_scans(mixer, [_conv_bias(scan, x) for (scan, _, _), x in pairs])
     out, gated = (
-        _relevance(c, x).reshape(*kept.gated.shape[:2], -1).sum(-1)
-        for c, x in ((coefficients.output, kept.output), (coefficients.gated, kept.gated))
+        x.reshape(*kept.gated.shape[:2], -1).sum(-1)
+        for x in times((kept.output, kept.gated), (coefficients.output, coefficients.gated))
     )
     offset = 0.0 if mixer.offset is None else (coefficients.gated * mixer.offset).sum(-1)
     bias = bias + out - gated + offset
@@ -241,7 +243,7 @@ def layer_edges(
         weight, values = mixer.own
         own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
         skip, drawn, bias = skip + own, drawn + own, bias - own
-    mixed = [_relevance(x, y).sum(-1) for x, y in zip(g, kept.with_skips(), strict=True)]
+    mixed = [x.sum(-1) for x in times(kept.with_skips(), g)]
     if kept.is_measured:  # whether its gate is an activation was not
         gate = gated - offset - _of_scans(mixer, mixed)
     else:
@@ -294,18 +296,11 @@ def mean_of(runs: Sequence[LayerEdges]) -> LayerEdges:
     factor = factor.expand(*runs[0].out.shape, runs[0].operator.channels)
     operator = SumOperator(tuple(run.operator.scaled(factor, None) for run in runs))
 
-    def mean(of: Callable[[LayerEdges], Tensor]) -> Tensor:
-        return share * sum_of([of(run) for run in runs])
-
-    return replace(
-        runs[0],
-        operator=operator,
-        out=mean(lambda run: run.out),
-        skip=mean(lambda run: run.skip),
-        gate=mean(lambda run: run.gate),
-        bias=mean(lambda run: run.bias),
-        drawn=mean(lambda run: run.drawn),
-    )
+    means: dict[str, Any] = {
+        name: share * sum_of([getattr(run, name) for run in runs])
+        for name in ("out", "skip", "gate", "bias", "drawn")
+    }
+    return replace(runs[0], operator=operator, **means)
 
 
 def _hidden(
@@ -313,10 +308,10 @@ def _hidden(
 ) -> tuple[TokenOperator, Tensor, Tensor]:
     scans = mixer.scans_in_order()
     values = [v.detach() for v in kept.values]
-    parts = [
-        _placed(scan.recurrence.detach().scaled(x, v), order)
-        for (scan, order, _), x, v in zip(scans, g, values, strict=True)
-    ]
+    parts: list[TokenOperator] = []
+    for (scan, order, _), x, v in zip(scans, g, values, strict=True):
+        part = scan.recurrence.detach().scaled(x, v)
+        parts.append(part if order is None else PermutedOperator(part, order))
     drawn = [(c * v).sum(-1) for c, v in zip(coefficients.values, values, strict=True)]
     skip = [
         0 * v[..., 0] if scan.skip is None else (x * scan.skip.detach() * v).sum(-1)
@@ -371,26 +366,8 @@ def _conv_bias(scan: FrozenMixer, g: Tensor) -> Tensor:
     return (g * y).sum(-1)
 
 
-def _with(
-    mixer: FrozenMixer, of_scans: Sequence[Tensor]
-) -> list[tuple[tuple[FrozenMixer, Tensor | None, float], Tensor]]:
-    return list(zip(mixer.scans_in_order(), of_scans, strict=True))
-
-
-def _placed(operator: TokenOperator, order: Tensor | None) -> TokenOperator:
-    return operator if order is None else PermutedOperator(operator, order)
-
-
 def _of_scans(mixer: FrozenMixer, parts: Sequence[Tensor]) -> Tensor:
     # The sum of something of each scan, (B, L) in its order, in the mixer's.
-    return sum_of(
-        [
-            part if order is None else part[:, torch.argsort(order)]
-            for (_, order, _), part in _with(mixer, parts)
-        ]
-    )
-
-
-def _relevance(coefficient: Tensor, x: Tensor) -> Tensor:
-    # The relevance of a tensor's entries, in its shape.
-    return coefficient.detach().to(torch.promote_types(x.dtype, torch.float32)) * x.detach()
+    orders = [order for _, order, _ in mixer.scans_in_order()]
+    pairs = zip(orders, parts, strict=True)
+    return sum_of([x if order is None else x[:, torch.argsort(order)] for order, x in pairs])

@@ -294,10 +294,9 @@ def _made_of(
     tensors: Sequence[Tensor], streams: Sequence[BlockStream], shared: set[int]
 ) -> frozenset[int]:
     # The blocks whose own part of the stream such tensors were made of.
-    found = set()
-    for k, stream in enumerate(streams):
-        own = [x for x in stream.before if id(x) not in shared and x.requires_grad]
-        leaves = [Point.of(x) for x in own]
-        if any(dependencies([Point.of(x) for x in tensors], leaves)):
-            found.add(k)
-    return frozenset(found)
+    roots = [Point.of(x) for x in tensors]
+
+    def own(stream: BlockStream) -> list[Point]:
+        return [Point.of(x) for x in stream.before if id(x) not in shared and x.requires_grad]
+
+    return frozenset(k for k, one in enumerate(streams) if any(dependencies(roots, own(one))))

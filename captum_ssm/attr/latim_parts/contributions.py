@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm import kernels
-from captum_ssm.attr.latim_parts.scan_part import PIECE, ScanPart
+from captum_ssm.attr.latim_parts.scan_part import ACTIVATIONS, PIECE, ScanPart
 from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
@@ -30,8 +30,6 @@ from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.memory import tile_entries
 from captum_ssm.utils.precision import products_dtype
-
-ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
 TILE = 1 << 25  # numbers before the output projection that are kept at a time
 MOST_ROWS = 64  # of a tile: the recurrences' kernels make rows by blocks of so many

@@ -206,14 +206,12 @@ class CutStandIns(RelevanceStandIns):
     def __init__(self, request: Request, frozen: FrozenModel) -> None:
         super().__init__(request)
         self._frozen = frozen
-        self._cuts: list[_Cut] = []
-        self._norms: list[MixerCall] = []
-        self._is_after_norm = False
 
     def begin(self) -> None:
         super().begin()
-        self._cuts.clear()
-        self._norms.clear()
+        self._cuts: list[_Cut] = []
+        self._norms: list[MixerCall] = []
+        self._is_after_norm = False
 
     @contextmanager
     def around(self, root: nn.Module) -> Iterator[None]:

@@ -27,6 +27,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "identity": lambda x: x,
 }
+# The choices of f: "gate" freezes the factor of the model's own activation.
+ACTIVATIONS = (*_FUNCTIONS, "gate")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.capture.target import captum_score
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.inspection.receptive_field.implicit import implicit_maps
-from captum_ssm.inspection.receptive_field.result import Area, ReceptiveField, index_of
+from captum_ssm.inspection.receptive_field.result import ReceptiveField, index_of
 from captum_ssm.inspection.receptive_field.unit import (
     Unit,
     features_axis,
@@ -32,8 +32,6 @@ from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.integers import as_index, index_in
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.watch_modules import watch_modules
-
-__all__ = ["Area", "ReceptiveField", "effective_receptive_field"]
 
 MEASURES = ("gradient", "implicit")
 

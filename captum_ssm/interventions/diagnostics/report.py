@@ -17,6 +17,7 @@ from captum_ssm.interventions.diagnostics.half_lives import half_lives, shares, 
 from captum_ssm.interventions.diagnostics.tally import Lifetimes, Means, Medians
 from captum_ssm.interventions.states import state_layers
 from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers.memory import memory_of
 
 Row = dict[str, Any]
 SHOWN = 4  # tokens of a layer that are printed
@@ -138,7 +139,7 @@ def state_report(
     for count, one in enumerate(inputs, 1):
         ids = _ids(one, tokenizer, count - 1)
         for layer in state_layers(Request.of(model, None, ids, None), layers, check):
-            tally = tallies.setdefault(layer.name, _Layer())
+            tally = tallies.setdefault(layer.name, _Layer(memory_of(layer.mixer).maps))
             tally.add(layer.mixer, ids[0].tolist(), samples)
     if not count:
         raise ValueError("inputs is empty; expected at least one text or sequence of token ids.")
@@ -167,9 +168,8 @@ def _ids(one: Any, tokenizer: Any, index: int) -> Tensor:
 
 class _Layer:
     # Sums over inputs of one layer.
-    def __init__(self) -> None:
-        self.lives: Lifetimes | None = None
-        self.medians: Medians | None = None
+    def __init__(self, M: int) -> None:
+        self.lives, self.medians = Lifetimes(M), Medians(M)
         self.by_bin: dict[int, Lifetimes] = defaultdict(lambda: Lifetimes(1))
         self.means: dict[tuple[str, int], Means] = defaultdict(Means)
         self.tokens: dict[int, Means] = defaultdict(Means)
@@ -187,10 +187,7 @@ class _Layer:
     def _add_lives(self, mixer: FrozenMixer, at: Tensor, bins: np.ndarray) -> None:
         found = half_lives(mixer, at.to(mixer.values.device))
         lives = [x[0].cpu().numpy() for x in (found.tokens, found.is_over, found.is_written)]
-        M = lives[0].shape[1]
-        if self.lives is None or self.medians is None:
-            self.lives, self.medians = Lifetimes(M), Medians(M)
-        alone = Lifetimes(M)
+        alone = Lifetimes(lives[0].shape[1])
         alone.add(*lives)
         self.lives.counts += alone.counts
         self.medians.add(alone.quantile(0.5))
@@ -219,8 +216,6 @@ class _Layer:
         return self._half_lives(), self._positions(), self._sinks(tokenizer)
 
     def _half_lives(self) -> list[Row]:
-        assert self.lives is not None
-        assert self.medians is not None
         columns = (
             *self.medians.summary(),
             self.lives.quantile(0.1),
