@@ -277,12 +277,13 @@ def raw_row(maps: GridMaps) -> list[Tensor]:
     return [row / max(1, read) for row in rows]
 
 
-def rollout_row(maps: GridMaps) -> list[Tensor]:
+def rollout_row(maps: GridMaps, *, are_means: bool = False) -> list[Tensor]:
     r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost.
 
     ``(B, L)`` for each input. I is the residual stream. Of mixers in series in one branch it goes
     around all of them: :math:`I + M_2 M_1`. Without one there is no I. Rows are normalized with the
-    I that they have: those of :math:`M_1` by themselves.
+    I that they have: those of :math:`M_1` by themselves; or with ``are_means`` all rows of M, in
+    the place of other normalization, so that each token reads a mean, and I stays as it is.
     """
 
     def through(step: int, w: Tensor) -> dict[int | None, Tensor]:
@@ -290,6 +291,8 @@ def rollout_row(maps: GridMaps) -> list[Tensor]:
         streams = maps.streams(step, m)
         if m is None:  # not chosen: the tokens go past it
             return {min(streams, default=step): w}
+        if are_means:
+            return {None: m.rmatvec(_over(w, m.row_sums())), **dict.fromkeys(streams, w)}
         if maps.options.normalize_rows:
             w = _over(w, len(streams) + m.row_sums())
         return {None: m.rmatvec(w), **dict.fromkeys(streams, w)}

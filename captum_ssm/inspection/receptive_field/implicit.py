@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from captum_ssm.attr.maps.maps import GridMaps, MapOptions
+from captum_ssm.attr.maps.maps import GridMaps, MapOptions, rollout_row
 from captum_ssm.attr.to_inputs import of_inputs
 from captum_ssm.capture import Request, exact_arithmetic, freeze
 from captum_ssm.inspection.receptive_field.unit import (
@@ -35,24 +34,10 @@ def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor,
     options = MapOptions(formulation="unified", components=folded, sign="absolute")
     asked = frozen.at(unit.place[0])
     with exact_arithmetic():
-        rows = _rolled(GridMaps(asked, asked.layers, options))
+        rows = rollout_row(GridMaps(asked, asked.layers, options), are_means=True)
         if is_in_place(frozen, size):
             row, mask = rows[0], frozen.mask
             return (row if mask is None or mask.shape != row.shape else row * mask), unit
         relevance = of_inputs(rows, asked, "even", "nearest")
     relevance = relevance[0] if is_tuple(relevance) else relevance
     return (relevance if axis is None else relevance.sum(axis)), unit
-
-
-def _rolled(maps: GridMaps) -> list[Tensor]:
-    """The query's row of the product of I + A (no I without a residual): ``(B, L)`` per input."""
-
-    def through(step: int, w: Tensor) -> dict[int | None, Tensor]:
-        m = maps.at(step)
-        assert m is not None
-        sums = m.row_sums()
-        # A row that reads nothing, of padding, has no sum to divide by.
-        row = m.rmatvec(torch.where(sums > 0, w / sums, 0))
-        return {None: row, **dict.fromkeys(maps.streams(step, m), w)}
-
-    return maps.wiring.back(maps.frozen.require_query(), through)
