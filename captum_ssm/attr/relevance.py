@@ -12,20 +12,8 @@ from captum_ssm.capture.recording import gradients_at, require_graph
 from captum_ssm.graph.relevance_rules import added_coefficients, ruled, stopped, without_rule
 
 
-def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
-    """Relevance of the entries of each leaf for ``score`` (summed over the batch), in its shape.
-
-    The leaf times its coefficients; zero where the score does not depend on it. The graph can be
-    used once.
-
-    Raises:
-        ValueError: if no relevance can be propagated to any of the leaves.
-    """
-    return times(leaves, coefficients_at(leaves, score))
-
-
 def times(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Each leaf times its gradient, in float32 at least; zero for None."""
+    """Relevance: each leaf times its gradient, in float32 at least; zero for None."""
     return [_product(leaf.detach(), g) for leaf, g in zip(leaves, gradients, strict=True)]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr.norms import FrozenNorm, first_input
-from captum_ssm.attr.relevance import relevance_at
+from captum_ssm.attr.relevance import coefficients_at, times
 from captum_ssm.capture import FrozenStandIns, Request
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.embedded_ids import entries_of, is_view, rows_of
@@ -116,10 +116,6 @@ class RelevanceStandIns(FrozenStandIns):
             if not x.is_floating_point():
                 self._leaves(x)
 
-    def relevance(self, score: Tensor) -> list[Tensor]:
-        """The relevance of each input's entries, in its shape: of an id that of its embedding."""
-        return self.of_inputs(lambda leaves: relevance_at(leaves, score))
-
     def of_inputs(self, relevance_of: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Relevance of each input's entries, from a function that gives that of leaves."""
         inputs = self.inputs
@@ -201,10 +197,12 @@ class StateStandIns(RelevanceStandIns):
         return super().__call__(call)
 
     def relevance(self, score: Tensor) -> list[Tensor]:
+        """The relevance of each input's entries, in its shape: of an id that of its embedding."""
         begun = [x for _, past in self.pasts for x in past.tensors]
 
         def relevance_of(leaves: list[Tensor]) -> list[Tensor]:
-            found = relevance_at([*leaves, *begun], score)
+            both = [*leaves, *begun]
+            found = times(both, coefficients_at(both, score))
             rest = iter(found[len(leaves) :])
             for path, past in self.pasts:
                 self.of_pasts[path] = past.of([next(rest) for _ in past.tensors])

@@ -23,7 +23,7 @@ from captum_ssm import (
     ReconstructionError,
 )
 from captum_ssm.attr.norms import FrozenNorm
-from captum_ssm.attr.relevance import relevance_at
+from captum_ssm.attr.relevance import coefficients_at, times
 from captum_ssm.graph.node_rules import rule_of
 from captum_ssm.mixers import MixerCall
 from captum_ssm.models import BidirectionalMamba
@@ -298,6 +298,10 @@ RULES = {
 }
 
 
+def relevance_at(x: Tensor, score: Tensor) -> Tensor:
+    return times([x], coefficients_at([x], score))[0]
+
+
 @pytest.mark.parametrize("kind", RULES)
 def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     function, frozen = RULES[kind]
@@ -306,7 +310,7 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     torch.testing.assert_close(same, score)
     direction = torch.randn_like(score)
     (gradient,) = torch.autograd.grad((same * direction).sum(), x)
-    (found,) = relevance_at([x], (score * direction).sum(-1))
+    found = relevance_at(x, (score * direction).sum(-1))
     torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
 
 
@@ -315,23 +319,23 @@ def test_a_function_without_a_rule_is_said_with_its_share(name: str) -> None:
     function = attrgetter(name)(torch)
     x = tensor(3, 3).sigmoid().requires_grad_()
     with pytest.warns(UserWarning, match="has no rule.* for 100% of the relevance"):
-        relevance_at([x], function(x).sum(-1))
+        relevance_at(x, function(x).sum(-1))
     with pytest.warns(UserWarning, match="has no rule.* for [1-9][0-9]?% of the relevance"):
-        relevance_at([x], (x + function(x)).sum(-1))
+        relevance_at(x, (x + function(x)).sum(-1))
 
 
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, lambda x: 1 / (2 + x), torch.sign])
 def test_a_coefficient_that_is_added_is_said(function) -> None:
     x = tensor(3, 4).requires_grad_()
     with pytest.warns(UserWarning, match="its share of the score is missing"):
-        (found,) = relevance_at([x], (x + torch.log(2 + function(x))).sum(-1))
+        found = relevance_at(x, (x + torch.log(2 + function(x))).sum(-1))
     torch.testing.assert_close(found, x.detach())
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 8.66), (torch.bfloat16, 3.12)])
 def test_a_saturated_tanh_carries_relevance(dtype: torch.dtype, limit: float) -> None:
     x = torch.tensor([-20.0, -limit, 0.0, 1.0, limit, 10.0, 40.0]).to(dtype).requires_grad_()
-    (found,) = relevance_at([x], torch.tanh(x))
+    found = relevance_at(x, torch.tanh(x))
     # Its argument is known up to where tanh is rounded to one.
     expected = x.double() * (x.double().tanh() / x.double()).nan_to_num(1.0).clamp(min=1 / limit)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=0.02, atol=1e-6)
