@@ -159,8 +159,8 @@ class SegmentedRun:
         """Run all segments but the last without a graph, and store what is kept between them."""
         bar = Bar("segments", len(self.starts) - 1)
         for k in range(len(self.starts) - 1):
-            stand_ins, _ = self._recorded(k)
-            self.bounds.append(self._stored(k, stand_ins.kept))
+            # What else a run leaves is gone before the next one.
+            self.bounds.append(self._stored(k, self._recorded(k)[0].kept))
             bar.advance()
 
     def backward(self, score: Score) -> tuple[Tensor, Tensor, list[Past]]:
