@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -478,11 +479,8 @@ def test_circuits_of_other_threads_do_not_meet(mamba):
                 if not torch.equal(logits(mamba, tokens), truths[kind]):
                     wrong.append(kind)
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in ("run", "whole", "plain", "whole")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, ("run", "whole", "plain", "whole")))
     assert not wrong
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -401,9 +402,6 @@ def test_threads_do_not_meet(mamba):
                 if not torch.equal(mamba(tokens).logits, plain):
                     wrong.append("plain")
 
-    threads = [threading.Thread(target=run) for run in (knocked, free, knocked, free)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda run: run(), (knocked, free, knocked, free)))
     assert not wrong
