@@ -15,8 +15,8 @@ them; nothing in them is made for being explained.
 Where the answers come from is public too. :mod:`stories`, :mod:`copying`, :mod:`chains`,
 :mod:`documents`, :mod:`digits`, :mod:`scenes` and :mod:`signals` draw inputs together with the
 words, letters, pixels or steps that decide each answer, so that any method can be checked against
-what is known. :mod:`typeseg` is a published model in plain PyTorch, with the weights of the package
-of that name.
+what is known. :mod:`split` says which texts are held out. :mod:`typeseg` is a published model in
+plain PyTorch, with the weights of the package of that name.
 
 ``data/`` has a folder per model, which ``transformers`` and the command line load like any
 checkpoint. The weights are stored in float16 and computed with in float32.
