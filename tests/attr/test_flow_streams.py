@@ -66,8 +66,8 @@ class Written(nn.Module):
         else:
             self.norms, self.mixers = nn.ModuleList(norms), nn.ModuleList(mixers)
 
-    def forward(self, ids):
-        x = self.embedding(ids)
+    def forward(self, given):
+        x = given if given.is_floating_point() else self.embedding(given)
         for k, mlp in enumerate(self.mlps):
             if self.form == "blocks":
                 x = self.layers[k](x)
@@ -79,6 +79,12 @@ class Written(nn.Module):
             x = x if self.form == "pooled" else x + mlp(x)
         if self.form == "pooled":
             return self.head(x.mean(1))
+        return self.head(self.norm(x)[:, -1])
+
+    def fused(self, x):
+        for norm, mixer, mlp in zip(self.norms, self.mixers, self.mlps, strict=True):
+            x = Added.apply(x, mixer(norm(x)))
+            x = Added.apply(x, mlp(x))
         return self.head(self.norm(x)[:, -1])
 
 
@@ -97,6 +103,30 @@ def test_the_stream_is_found_however_blocks_are_written(form, dtype):
         torch.testing.assert_close(found, expected, msg=part)
     assert graphs[0].residual.abs().sum() > 0
     torch.testing.assert_close(maps[1], maps[0])
+
+
+class Added(torch.autograd.Function):
+    """A sum by a function of the model's own, as a fused kernel."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad
+
+
+def test_what_a_function_of_the_model_returned_is_the_stream(monkeypatch):
+    """So is an input of floats that nothing embeds."""
+    models = [Written(name).eval() for name in ("blocks", "lists")]
+    x = models[0].embedding(ids()).detach()
+    expected, found = (RelevanceFlow(model).graph(x, target=2) for model in models)
+    torch.testing.assert_close(found.nodes, expected.nodes)
+    monkeypatch.setattr(models[1], "forward", models[1].fused)
+    with pytest.warns(UserWarning, match="Added, which has no rule"):
+        found = RelevanceFlow(models[1]).graph(x, target=2)
+    torch.testing.assert_close(found.nodes, expected.nodes)
 
 
 @pytest.mark.parametrize("form", ["lists", "branches", "sequential"])

@@ -110,10 +110,11 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[Block
 def _between_norms(
     stand_ins: ActivationStandIns, leaves: Sequence[Point], root: Point
 ) -> list[BlockStream]:
-    passed = {*meetings([root], leaves)}
+    # What a function of the model's own returned has a third entry in its edge.
+    passed = {edge[:2] for edge in meetings([root], leaves)}
     if len(leaves) == 1:
-        passed.add(leaves[0].edge)
-    stream = [(k, x) for k, x in stand_ins.normed if get_gradient_edge(x) in passed]
+        passed.add(leaves[0].edge[:2])
+    stream = [(k, x) for k, x in stand_ins.normed if get_gradient_edge(x)[:2] in passed]
     mixers = len(stand_ins.made_of)
     # By the number of mixers that ran before, the stream that the next one is given; last the one
     # that is left after all.
