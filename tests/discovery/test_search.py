@@ -253,6 +253,28 @@ class SSDBlock(nn.Module):
         return (torch.stack(out, 1) + self.D[:, None] * v).flatten(2)
 
 
+class Griffin(nn.Module):
+    """Griffin's RG-LRU, whose loop has no name for a form but that of its decay."""
+
+    def __init__(self, width=12):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 2 * width), nn.Linear(width, 6)
+        self.conv = nn.Conv1d(width, width, 4, padding=3, groups=width)
+        self.forget, self.write = nn.Linear(width, width), nn.Linear(width, width)
+        self.rate = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        y, z = self.enter(x).chunk(2, -1)
+        y = self.conv(y.mT)[..., : x.shape[1]].mT
+        a = (-8 * F.softplus(self.rate) * self.forget(y).sigmoid()).exp()
+        read = (1 - a**2).sqrt() * self.write(y).sigmoid() * y
+        h, states = torch.zeros_like(y[:, 0]), []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + read[:, t]
+            states.append(h)
+        return self.leave(torch.stack(states, 1) * F.gelu(z))
+
+
 class NormBeforeGate(SSDBlock):
     def normed(self, y, gate):
         return self.norm(y) * gate
@@ -301,6 +323,7 @@ LOOPS = (
     Joined,
     SSDBlock,
     NormBeforeGate,
+    Griffin,
 )
 
 

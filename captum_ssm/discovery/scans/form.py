@@ -74,6 +74,8 @@ class ScanForm:
         by_role = {role: call[name] for role, name in self.roles(list(call)).items()}
         if "returned" in self.names:
             by_role["returned"] = returned
+        if "tensors" in self.names:
+            by_role["tensors"] = [x for x in call.values() if torch.is_tensor(x)]
         return by_role if all(torch.is_tensor(by_role[role]) for role in self.needed) else None
 
 
@@ -94,8 +96,9 @@ def register_scan(
         build (Callable): yields :class:`~captum_ssm.discovery.scans.Candidate`. Its parameters
             are the roles; those without a default have to be there, as tensors. Arguments that
             the function does not take are not passed. A parameter ``returned`` gets what the
-            function returned, to measure what no argument says. Registering a function of the
-            same name again replaces it.
+            function returned, to measure what no argument says, and ``tensors`` all arguments
+            that are tensors, whatever they are called. Registering a function of the same name
+            again replaces it.
         names (dict, optional): for each role the names that a function's parameter may have, in
             addition to the role's own. Default: None
         enlarge (sequence of str, optional): roles, tensors, in each of which the recurrence (and
