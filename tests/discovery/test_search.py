@@ -275,6 +275,25 @@ class Griffin(nn.Module):
         return self.leave(torch.stack(states, 1) * F.gelu(z))
 
 
+class TrainedAtTest(nn.Module):
+    """TTT-Linear: each token takes a step of gradient descent on a linear map of keys to values."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.leave = (nn.Linear(6, 6) for _ in range(4))
+        self.rate = nn.Linear(6, 1)
+
+    def forward(self, x):
+        q, k, v = self.query(x), F.normalize(self.key(x), dim=-1), self.value(x)
+        lr = self.rate(x).sigmoid()
+        weight, out = x.new_zeros(len(x), 6, 6), []
+        for t in range(x.shape[1]):
+            error = (weight @ k[:, t, :, None])[..., 0] - v[:, t]
+            weight = weight - lr[:, t, :, None] * error[:, :, None] * k[:, t, None]
+            out.append((weight @ q[:, t, :, None])[..., 0])
+        return self.leave(torch.stack(out, 1))
+
+
 class NormBeforeGate(SSDBlock):
     def normed(self, y, gate):
         return self.norm(y) * gate
@@ -324,6 +343,7 @@ LOOPS = (
     SSDBlock,
     NormBeforeGate,
     Griffin,
+    TrainedAtTest,
 )
 
 

@@ -22,7 +22,11 @@ from captum_ssm.operators import (
 
 
 @register_heads(
-    {"decay": ("g", "gk", "log_decay", "w", "alpha", "log_alpha"), "bonus": ("u",)},
+    {
+        "decay": ("g", "gk", "log_decay", "w", "alpha", "log_alpha"),
+        "beta": ("eta", "lr"),  # rates of test-time training
+        "bonus": ("u",),
+    },
     enlarge=("q", "k"),
     layouts=(("BLHP", "BHLP"), ("BHLP", "BLHP")),
 )
@@ -39,8 +43,8 @@ def linear_attention(
     the token itself, as in RWKV-5 and 6, whose heads may stand side by side.
     """
     query, key = heads.q, heads.k
-    decay = decay if torch.is_tensor(decay) else None
-    steps = [t for t in (decay, beta) if torch.is_tensor(t)]
+    decay, beta = (t if torch.is_tensor(t) else None for t in (decay, beta))
+    steps = [t for t in (decay, beta) if t is not None]
     per_token = (query.shape[:3], (*query.shape[:3], 1), query.shape)
     if any(t.dim() > 2 and t.shape not in per_token for t in steps):
         return
