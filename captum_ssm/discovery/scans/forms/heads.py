@@ -166,7 +166,7 @@ def _head_width(v: Tensor, y: Tensor) -> int:
     # heads for which that holds are taken. Made for RWKV-5 and 6, whose kernels take heads side by
     # side and say nowhere how wide they are.
     def share_left(width: int) -> float:
-        value, result = (t.double().unflatten(-1, (-1, width)) for t in (v, y))
+        value, result = (t.detach().double().unflatten(-1, (-1, width)) for t in (v, y))
         factor = (value * result).sum(-1, True) / value.square().sum(-1, True).clamp(min=1e-300)
         return float((result - factor * value).norm() / result.norm().clamp(min=1e-300))
 
