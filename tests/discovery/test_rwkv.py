@@ -159,8 +159,8 @@ def test_the_share_of_neighbors_is_that_of_the_values_weights():
     mixer = TimeMix()
     with pytest.warns(UserWarning, match="token shift"):
         (found,) = supported(stack(mixer), given(), target=(6, 3)).mixers
-    weight = mixer.v.weight.detach()
-    own, other = (((weight * share) ** 2).sum() for share in (1 - mixer.mix[3], mixer.mix[3]))
+    weight, mix = mixer.v.weight.detach(), mixer.mix[3].detach()
+    own, other = (((weight * share) ** 2).sum() for share in (1 - mix, mix))
     # One random direction of the values is measured.
     assert abs(found.neighbor_share - float(other / (own + other))) < 0.25
     still = stack(TimeMix(shares=0.0))
