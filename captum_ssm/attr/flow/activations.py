@@ -21,7 +21,7 @@ from captum_ssm.discovery.scans.proof import Scan
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.utils.nested import tensors_in, with_first
+from captum_ssm.utils.nested import map_tensors, tensors_in, with_first
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,8 @@ class ActivationStandIns(RelevanceStandIns):
 
     def __call__(self, call: MixerCall) -> Any:
         before = len(self.made_of)
+        if call.module in self.blocks:
+            call = replace(call, result=_apart(call))
         result = super().__call__(call)
         is_measured = len(self.made_of) == before and find_adapter(call.module) is not None
         if is_measured:
@@ -253,6 +255,15 @@ class ActivationStandIns(RelevanceStandIns):
         if self.rule == "lrp" or isinstance(call.module, nn.Embedding):
             return super().other(call)
         return None
+
+
+def _apart(call: MixerCall) -> Any:
+    # What a block returned, as tensors of their own in the graph where there are several: what the
+    # block itself reads of one, such as the residual of mamba-ssm's blocks, is not read there.
+    returned = [x for x in tensors_in(call.result) if x.requires_grad]
+    if len(returned) < 2:
+        return call.result
+    return map_tensors(lambda x: x.view_as(x) if x.requires_grad else x, call.result)
 
 
 class ChangedStandIns(ActivationStandIns, ABC):
