@@ -51,7 +51,9 @@ _SHARED = (
     *(types.UnionType, types.GenericAlias),  # in annotations
 )
 _OF_GRADIENTS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque)
+_CONTAINERS = frozenset(
+    {dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque},
+)
 
 
 class _Uncopyable(Exception):
@@ -203,7 +205,7 @@ class Copies:
         if known is not None or len(value) > _MANY:
             return value if known is None else known
         is_dict = isinstance(value, dict)
-        is_atomic = _are_atomic(value) and (not is_dict or _are_atomic(value.values()))
+        is_atomic = (not is_dict or _are_atomic(value.values())) and _are_atomic(value)
         if kind in (tuple, frozenset):
             return self._put(value, value if is_atomic else kind([one(item) for item in value]))
         made = self._put(value, value.copy())
@@ -212,7 +214,8 @@ class Copies:
         items = [*value.items()] if is_dict else [one(item) for item in value]
         made.clear()
         if is_dict:
-            made.update((one(key), one(item)) for key, item in items)
+            for key, item in items:
+                made[one(key)] = one(item)
         else:
             made.update(items) if kind is set else made.extend(items)
         return made
