@@ -84,3 +84,38 @@ def test_parts_of_unfused_blocks_add_up_to_the_score():
         ((p[:, -1] - p[:, -1].mean(-1, keepdim=True)) * scale) @ model.head.weight[2] for p in parts
     ]
     torch.testing.assert_close(found.values[:, :-1], torch.stack(expected, 1))
+
+
+class GivenInputs(Unfused):
+    """Every block is given the model's inputs, too."""
+
+    def forward(self, hidden, inputs):
+        return hidden + self.mixer(self.norm(hidden) + 0.5 * torch.tanh(inputs))
+
+
+class Once(nn.Module):
+    """Blocks that are given the embeddings once more; the first one is given nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(GivenInputs() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        given = x
+        for layer in self.layers:
+            x = layer(x, given)
+        return self.head(self.norm(x))
+
+
+def test_embeddings_that_all_blocks_are_given_write_once():
+    model, x = made(Once), wild.tokens(1, L).double()
+    found = RelevanceFlow(model).components(x, (L - 1, 2), against=None)
+    assert found.error < 1e-6
+    torch.testing.assert_close(found.values.sum(1), model(x)[:, L - 1, 2])
+    stream = x
+    for layer in model.layers:
+        stream = layer(stream, x)
+    scale = model.norm.weight * (stream[:, -1].var(-1, unbiased=False) + model.norm.eps).rsqrt()
+    expected = ((x[:, -1] - x[:, -1].mean(-1, keepdim=True)) * scale) @ model.head.weight[2]
+    torch.testing.assert_close(found.values[:, found.names.index("embedding")], expected)

@@ -109,10 +109,12 @@ class DirectRun:
 
     def total(self, tensors: Sequence[Tensor]) -> Tensor:
         """What tensors of the stream say for the answer directly, ``(B, L)``."""
-        return sum(
-            (self.at_streams[id(x)].double() * x.detach().double()).flatten(2).sum(-1)
-            for x in self._own(tensors)
-        )  # type: ignore[return-value]
+        last = self.streams[-1].after[0]
+        found = torch.zeros(last.shape[:2], dtype=torch.float64, device=last.device)
+        for x in self._own(tensors):
+            part = self.at_streams[id(x)].double() * x.detach().double()
+            found = found + part.flatten(2).sum(-1).to(found.device)
+        return found
 
     def begins_plainly(self) -> bool:
         """Whether the first block adds to what it is given, and not to a norm of it."""
@@ -120,8 +122,11 @@ class DirectRun:
         return all(_are_parallel(g, last) for g in self._coefficients(self.streams[0].before))
 
     def _own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        shared = shared_tensors(self.streams)  # such as the embeddings once more
-        return [x for x in tensors if id(x) not in shared and id(x) in self.at_streams]
+        # Without what others are given too, such as the embeddings once more; unless a block is
+        # given nothing else, as the first one is.
+        shared = shared_tensors(self.streams)
+        known = {id(x): x for x in tensors if id(x) in self.at_streams}
+        return [x for one, x in known.items() if one not in shared] or [*known.values()]
 
     def _coefficients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.at_streams[id(x)] for x in self._own(tensors)]
