@@ -15,6 +15,7 @@ from captum_ssm.capture.check import check_reconstruction
 from captum_ssm.capture.frozen_model import FrozenCall, FrozenModel
 from captum_ssm.capture.honesty import check_honesty
 from captum_ssm.capture.joined_examples import joins_examples, warn_of_joined_examples
+from captum_ssm.capture.long_text import stays_apart
 from captum_ssm.capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
@@ -201,8 +202,12 @@ class _Plan:
 
     def _entry_of(self, recording: Recording) -> Tensor | None:
         # What the target names of a dense output, where its tokens are to be found.
-        asked = self.target, self.position
-        return read_score(recording, *asked) if names_entry(recording, *asked) else None
+        if not self._names_entry(recording):
+            return None
+        return read_score(recording, self.target, self.position)
+
+    def _names_entry(self, recording: Recording) -> bool:
+        return names_entry(recording, self.target, self.position)
 
     def _recorded(self, stand_in: FrozenStandIns | None) -> Recording:
         request, has_score = self.request, self.gradients or self.own_graph
@@ -221,17 +226,18 @@ class _Plan:
         short = None if has_graph or not self.wiring else request.shortened(SHORT)
         if short is None:
             return run(wiring=self.wiring)
-        recording = run()
-        if names_entry(recording, self.target, self.position):
-            return run(wiring=True)
         try:
             beginning = record(short, wiring=True)
         except Exception:  # a model, or an argument, that cannot be shortened
             return run(wiring=True)
-        wiring, calls = beginning.wiring, len(recording.calls)
-        if not recording.operations <= beginning.operations:  # such as a branch for long texts
+        wiring = beginning.wiring
+        if wiring is None or not wiring.can_be_lengthened or self._names_entry(beginning):
             return run(wiring=True)
-        if wiring is None or not wiring.is_simple or len(wiring.orders) != calls:
+        recording = run()
+        is_alike = recording.operations <= beginning.operations  # else a branch for long texts
+        if not is_alike or len(wiring.orders) != len(recording.calls):
+            return run(wiring=True)
+        if not stays_apart(recording, reads_neighbors=wiring.neighbor_share > 0):
             return run(wiring=True)
         return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
 

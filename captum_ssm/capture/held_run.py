@@ -24,7 +24,7 @@ from captum_ssm.utils.watch_modules import watch_modules
 
 # What a model raises when moved tokens choose otherwise, as by a router, than those that the held
 # results of its mixers belong to: other shapes, or calls that were not made before.
-_OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
+OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
 
 
 @dataclass
@@ -53,8 +53,10 @@ class HeldRun:
     ends: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
     _paths: dict[nn.Module, str] = field(default_factory=dict, init=False)
     _table: nn.Module | None = field(default=None, init=False)
+    _is_first: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
+        self._is_first = not self.results
         inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
         request, copies = self.copies.enter_context(on_thrown_away(self.request))
         self.copies.enter_context(reloaded_in_backward(copies.root))
@@ -63,7 +65,7 @@ class HeldRun:
         for module, path in self._paths.items():
             # What mixers returned before is exchanged all the same, and what they raised.
             seen = self.results.setdefault(path, [])
-            run = partial(_next, iter(seen)) if self.held else partial(_or_error, seen)
+            run = partial(_or_error, seen) if self._is_first else partial(_next, iter(seen))
             module.__dict__["forward"] = partial(run, module.forward)
         tables = [m for m in request.module.modules() if isinstance(m, nn.Embedding)]
         with (
@@ -80,7 +82,7 @@ class HeldRun:
         held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
         try:
             again = HeldRun(self.request, self.copies, self.with_output, held, self.results)
-        except _OTHER_CHOICE as error:
+        except OTHER_CHOICE as error:
             return f"{type(error).__name__}: {error}"
         if [end.shape for _, end in again.ends] != [end.shape for _, end in self.ends]:
             return "other mixers ran, or on other numbers of tokens"
@@ -109,7 +111,7 @@ class HeldRun:
             return None
         call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
         self._end(f"what {path} is given", call.given_tokens().clone())
-        if not self.held:
+        if self._is_first:
             # A result with its graph would keep the mixer's weights and activations.
             detached = map_tensors(torch.Tensor.detach, result)
             self.results[path].append(detached)

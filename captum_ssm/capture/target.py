@@ -85,8 +85,10 @@ def query_weights(
     if position is not None or is_asked:
         return at_steps(_asked(recording, position).to(recording.calls[0].dtype), wiring)
     if not is_measured:
+        shape = tuple(extract_logits(recording.output).shape)
         raise ValueError(
-            "the token that the model reads its output from could not be found; pass position="
+            f"position is None, and it was not found at which tokens the output of shape {shape} "
+            "reads what the mixers returned; pass position=, the token whose row is explained."
         )
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +46,8 @@ class Known:
             depends on no other of its batch. Default: frozenset()
         steady (frozenset, optional): what its runs called in which random numbers had no effect.
             Default: frozenset()
+        long (dict of frozenset to int): by what its runs called, the longest text between whose
+            mixers no token acted on another. Default: ``{}``
         mixes_examples (bool, optional): whether a score of an example depends on others of its
             batch. Default: None, not looked at
         projection (str, optional): the name of its linear layer that returned its result.
@@ -65,6 +67,7 @@ class Known:
     hidden_in: frozenset[Any] = frozenset()
     apart: frozenset[Any] = frozenset()
     steady: frozenset[Any] = frozenset()
+    long: dict[frozenset[Any], int] = field(default_factory=dict)
     mixes_examples: bool | None = None
     projection: str | None = None
     right: Any = None

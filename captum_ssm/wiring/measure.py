@@ -241,7 +241,7 @@ class _Mixing:
 def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
     # The order of a mixer side by side with another, by what both read, or are read by.
     given, other = graph.entries[i], graph.entries[lead]
-    if given is not None and other is not None and given.edge == other.edge:
+    if given is not None and other is not None and given.is_at(other):
         graph.orders[i] = graph.orders.get(lead)
         return
     T, others = graph.exits[i].tokens, graph.exits[lead].tokens

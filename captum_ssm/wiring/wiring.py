@@ -241,6 +241,11 @@ class Wiring:
         return same and all(order is None for order in self.orders)
 
     @property
+    def can_be_lengthened(self) -> bool:
+        """Whether inputs of another length have a wiring that this one tells: see `lengthened`."""
+        return self.is_simple and all(read is None for read in self.readout)
+
+    @property
     def grids(self) -> list[list[int]]:
         """The steps that work on the same tokens, one after the other."""
         found: list[list[int]] = []
@@ -286,7 +291,7 @@ class Wiring:
         return replace(self, steps=steps, output=kept(self.output))
 
     def lengthened(self, tokens: int) -> Wiring:
-        """A simple wiring, of inputs of another length."""
+        """This wiring of inputs of another length, where it is simple and nothing is pooled."""
         return replace(
             self,
             steps=[replace(step, tokens=tokens) for step in self.steps],

@@ -63,7 +63,7 @@ def after(mixer, x, rows):
 @torch.no_grad()
 def rollout(model, x, *mixers):
     """The states and the rows, ``(1, L, L)``, before and after each mixer."""
-    found = [(x, torch.eye(L, dtype=x.dtype)[None])]
+    found = [(x, torch.eye(x.shape[1], dtype=x.dtype)[None])]
     for mixer in mixers:
         found.append(after(mixer, *found[-1]))
     return found
