@@ -119,7 +119,7 @@ class _MovedRun(HeldRun):
         return near == 0
 
     def _axis(self, value: Tensor) -> int:
-        # That of the tokens.
+        # The axis of the tokens.
         axes = [d for d in range(1, value.dim()) if value.shape[d] == len(self.chosen)]
         if not axes:
             raise _ActsOnOthersError
