@@ -309,3 +309,21 @@ def test_a_matrix_after_a_mixer_of_several_grids_is_said():
         truth, expected = LaTIM(within).attribute(x, 1, return_convergence_delta=True)
     assert_close(found.sum((1, 2)), truth.sum((1, 2)), 1e-9)
     assert_close(delta, expected, 1e-9)
+
+
+class HalfPrecision(Layer):
+    """A stream in float32 around a norm and a mixer in half precision."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.mixer(self.norm(h.to(self.norm.weight.dtype))).to(h.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_stream_is_read_before_it_is_cast_for_a_norm(dtype):
+    model, x = TwoGrids(), noise(1, 8, 3).float()
+    model.fine, model.coarse = HalfPrecision(mlp=False), HalfPrecision(mlp=False)
+    model = made(model).float()
+    expected = LaTIM(model).attribute(x, 1)
+    for layer in (model.fine, model.coarse):
+        layer.to(dtype)
+    assert_close(LaTIM(model).attribute(x, 1), expected, 0.05)

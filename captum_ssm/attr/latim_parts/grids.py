@@ -31,6 +31,7 @@ from captum_ssm.capture.unknown_mixers import warn_of_unknown
 from captum_ssm.discovery.measure.unfused import fused_norms
 from captum_ssm.discovery.scans import FunctionCall, intercepted
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.factors import before_casts
 from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import SegmentGraph, is_read_past, meetings
@@ -69,10 +70,10 @@ def _cut(
     if norm is not None and not is_given_stream:
         x = next(tensors_in((norm.args, norm.kwargs)))
         stream = Point.of(x).before_move(norm.channels) if x.requires_grad else None
-        return _Cut(port.exit, stream, first_input(norm).detach())
+        return _Cut(port.exit, stream and before_casts(stream), first_input(norm).detach())
     is_known = is_fed if is_given_stream is None else is_given_stream
     stream = port.entry.before_move(call.channels) if port.entry and is_known else None
-    return _Cut(port.exit, stream, call.tokens().detach())
+    return _Cut(port.exit, stream and before_casts(stream), call.tokens().detach())
 
 
 @dataclass(frozen=True)
