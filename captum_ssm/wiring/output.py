@@ -140,7 +140,8 @@ class OutputReads:
         apart = left.keys() - self._gathered if self.pool is None else set[int]()
         for s, step in enumerate(steps):
             if graph.direct[graph.end].intersection(step.calls):
-                last = {back: max(graph.read_by(steps[s - back].calls[0])) for back in step.around}
+                before = {back: graph.read_by(steps[s - back].calls[0]) for back in step.around}
+                last = {back: max(stream, default=None) for back, stream in before.items()}
                 around = tuple(back for back, k in last.items() if k not in apart)
                 steps[s] = replace(step, around=around)
         past = self._last_of_streams(left, steps)
