@@ -199,10 +199,12 @@ def names_entry(recording: Recording, target: Any, position: Any) -> bool:
     The token that an entry is read at is named by an output that holds one row per token.
     """
     named = target if isinstance(target, list) else [target]
-    if recording.score is not None or not all(isinstance(one, tuple) for one in named):
+    if recording.score is not None or position is not None:
         return False
-    is_dense = extract_logits(recording.output).dim() > 2
-    return is_dense and _split_target(recording, target, position, True)[1] is None
+    if not named or not all(isinstance(one, tuple) for one in named):
+        return False
+    is_row = _is_tokens(recording) and all(len(one) == 2 for one in named)
+    return extract_logits(recording.output).dim() > 2 and not is_row
 
 
 def _split_target(

@@ -96,3 +96,12 @@ def test_a_model_is_looked_at_once_up_to_the_longest_text(family, most, monkeypa
             MambaRollout(model).attribute(ids(count), position=-1)
         assert len(runs) == expected
     assert [*known_of(model).long.values()] == [L + 20]
+
+
+def test_each_text_of_a_long_batch_has_a_target_of_its_own() -> None:
+    model = Text(lambda h: h, lambda m, h: m.head(h))
+    texts, targets = ids(2 * L).view(2, L), [(L - 1, 2), (10, 1)]
+    found = MambaRollout(model).attribute(texts, target=targets)
+    for text, target, row in zip(texts, targets, found, strict=True):
+        assert_close(MambaRollout(model).attribute(text[None], target=target)[0], row, 1e-9)
+        assert not bool(row[target[0] + 1 :].any())
