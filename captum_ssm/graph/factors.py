@@ -72,8 +72,8 @@ def factors(
     with torch.inference_mode(False), torch.enable_grad(), ruled([root.edge.node], nodes):
         whole = _gradients(root, noise, leaves, orders)
         with closed(matrices):
-            found = [_gradients(root, seed, leaves, orders) for seed in (ones, noise)]
-    sides = zip(whole, *found, strict=True)
+            by_seed = [_gradients(root, seed, leaves, orders) for seed in (ones, noise)]
+    sides = zip(whole, *by_seed, strict=True)
     return [_factor(root, noise, *sides_of) for sides_of in sides]
 
 
@@ -111,8 +111,8 @@ def projections(
             seed = torch.zeros_like(noise)
             tokens = torch.arange(len(channels), device=noise.device)
             seed[tokens, channels] = 1
-            found = _gradients(root, seed, leaves, orders)
-            for matrix, g in zip(matrices, found, strict=True):
+            pulled = _gradients(root, seed, leaves, orders)
+            for matrix, g in zip(matrices, pulled, strict=True):
                 if g is not None and len(g) == T:
                     matrix[channels] = g[tokens]
         whole = _gradients(root, noise, leaves, orders)
@@ -124,12 +124,12 @@ def _gradients(
     root: Point, seed: Tensor, leaves: Sequence[Point], orders: TokenOrders | None
 ) -> list[Tensor | None]:
     # The gradients at the leaves, (T, E) each, with the tokens in the root's order.
-    found = gradients([root], [seed], leaves)
-    for k, (g, order) in enumerate(zip(found, orders or [None] * len(found), strict=True)):
+    pulled = gradients([root], [seed], leaves)
+    for k, (g, order) in enumerate(zip(pulled, orders or [None] * len(pulled), strict=True)):
         if g is not None and order is not None:
             back = torch.argsort(order).to(g.device)
-            found[k] = g.unflatten(0, (-1, len(order)))[:, back].flatten(0, 1)
-    return found
+            pulled[k] = g.unflatten(0, (-1, len(order)))[:, back].flatten(0, 1)
+    return pulled
 
 
 def _is_product(noise: Tensor, matrix: Tensor, g: Tensor | None) -> bool:

@@ -91,10 +91,10 @@ def _read(node: Any) -> tuple[bool, bool]:
     if "captum_ssm" not in known:
         form = node._input_metadata[0]
         with torch.no_grad():
-            found = node(torch.ones(form.shape, dtype=form.dtype, device=form.device))
-        found = (found,) if torch.is_tensor(found) else found
-        is_write = len(found) <= 2 and _is_write(*found)
-        known["captum_ssm"] = is_write, is_write and found[0] is not None and not found[0].any()
+            grads = node(torch.ones(form.shape, dtype=form.dtype, device=form.device))
+        grads = (grads,) if torch.is_tensor(grads) else grads
+        is_write = len(grads) <= 2 and _is_write(*grads)
+        known["captum_ssm"] = is_write, is_write and grads[0] is not None and not grads[0].any()
     return known["captum_ssm"]
 
 

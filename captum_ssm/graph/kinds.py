@@ -129,15 +129,15 @@ def is_without_rule(node: Node, has_rule: Container[str]) -> bool:
 
 def coefficient_in(node: Node, carries: Mapping[Node, bool]) -> str | None:
     """The kind of a coefficient that a node's value is made of, if it depends on the tokens."""
-    found, seen, stack = None, set(), [node]
+    kind, seen, stack = None, set(), [node]
     while stack:
-        one = stack.pop()
-        if carries.get(one):
-            return found
-        if one not in seen:
-            seen.add(one)
-            found = found or (kind_of(one) if kind_of(one) in CONSTANT else None)
-            stack.extend(child for child, _ in one.next_functions if child is not None)
+        current = stack.pop()
+        if carries.get(current):
+            return kind
+        if current not in seen:
+            seen.add(current)
+            kind = kind or (kind_of(current) if kind_of(current) in CONSTANT else None)
+            stack.extend(child for child, _ in current.next_functions if child is not None)
     return None
 
 
@@ -149,7 +149,7 @@ def is_gate(node: Node) -> bool:
     """
     is_shifted = False
     while True:
-        kind, inputs = kind_of(node), [one for one, _ in node.next_functions if one is not None]
+        kind, inputs = kind_of(node), [n for n, _ in node.next_functions if n is not None]
         if kind in _BOUNDED:
             return is_shifted or (kind in _LIMITS and _adds_constant(inputs[0]))
         if len(inputs) != 1 or not (kind in LINEAR or kind in ("Div", "Mul")):
@@ -159,5 +159,5 @@ def is_gate(node: Node) -> bool:
 
 
 def _adds_constant(node: Node) -> bool:
-    inputs = [one for one, _ in node.next_functions if one is not None]
+    inputs = [child for child, _ in node.next_functions if child is not None]
     return kind_of(node) in _SUMS and len(inputs) == 1

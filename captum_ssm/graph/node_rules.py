@@ -148,10 +148,10 @@ def _by_factor(factor_of: Callable[[Node], Tensor | None]) -> NodeRule:
 
 def _of_self(function: Callable[..., Tensor], saved: Mapping[str, str]) -> NodeRule:
     def factor(node: Node) -> Tensor | None:
-        given = {name: getattr(node, where) for name, where in saved.items()}
-        act, x = partial(function, **given) if given else function, node._saved_self.detach()
+        options = {name: getattr(node, where) for name, where in saved.items()}
+        act, x = partial(function, **options) if options else function, node._saved_self.detach()
         # A limit that is not zero at zero puts a constant there.
-        is_shifted = bool(given) and bool(act(x.new_zeros(x.shape)).any())
+        is_shifted = bool(options) and bool(act(x.new_zeros(x.shape)).any())
         return None if is_shifted else activation_factor(act, x)
 
     return _by_factor(factor)
@@ -194,7 +194,7 @@ def _glu(node: Node, centered: bool) -> Rule:
 def _swiglu(node: Node, centered: bool) -> Rule:
     # SiLU(gate) signal, with or without a linear layer after it: each factor gets half of the
     # relevance, which is the signal times its gradient.
-    gate, signal = (one.detach() for one in node.saved_tensors[:2])
+    gate, signal = (saved.detach() for saved in node.saved_tensors[:2])
     ratio = signal / torch.where(gate.abs() < 1e-6, 1e-6, gate)
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
@@ -224,10 +224,10 @@ def _group_norm(node: Node, centered: bool) -> Rule:
     scale, weight, groups = node._saved_result2.detach(), node._saved_weight, node._saved_group
 
     def pull(gradient: Tensor) -> Tensor:
-        given = gradient.flatten(2) if gradient.dim() > 2 else gradient.unsqueeze(-1)  # (B, C, -1)
+        flat = gradient.flatten(2) if gradient.dim() > 2 else gradient.unsqueeze(-1)  # (B, C, -1)
         if weight is not None:
-            given = given * weight.detach()[:, None]
-        parts = given.unflatten(1, (groups, -1))
+            flat = flat * weight.detach()[:, None]
+        parts = flat.unflatten(1, (groups, -1))
         pulled = _through_norm(parts, scale[:, :, None, None], (2, 3), centered)
         return pulled.reshape(gradient.shape)
 
@@ -248,17 +248,17 @@ def _batch_norm(node: Node, centered: bool) -> Rule | None:
     scale = scale if weight is None else scale * weight.detach()
 
     def pull(gradient: Tensor) -> Tensor:
-        given = gradient.transpose(1, -1)  # (B, ..., C)
-        dims = tuple(range(given.dim() - 1))
-        pulled = _through_norm(given, scale, dims, centered and training)
+        transposed = gradient.transpose(1, -1)  # (B, ..., C)
+        dims = tuple(range(transposed.dim() - 1))
+        pulled = _through_norm(transposed, scale, dims, centered and training)
         return pulled.transpose(1, -1).to(gradient.dtype)
 
     return _pulled(pull)
 
 
-def _through_norm(given: Tensor, scale: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
+def _through_norm(gradient: Tensor, scale: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
     # The gradient at the input of a norm with a constant scale.
-    pulled = given * scale
+    pulled = gradient * scale
     return pulled - pulled.mean(dims, keepdim=True) if centered else pulled
 
 

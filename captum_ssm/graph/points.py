@@ -123,14 +123,14 @@ def gradients(
 
     None for a leaf that no root depends on. The graph is kept.
     """
-    found = torch.autograd.grad(
+    pulled = torch.autograd.grad(
         [root.edge for root in roots],
         [leaf.edge for leaf in leaves],
         [root.unflat(seed) for root, seed in zip(roots, seeds, strict=True)],
         retain_graph=True,
         allow_unused=True,
     )
-    return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, found, strict=True)]
+    return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, pulled, strict=True)]
 
 
 def visit_gradients(
@@ -200,9 +200,9 @@ def closed(edges: Iterable[GradientEdge]) -> Iterator[None]:
 def passing(edge: GradientEdge, change: Callable[[Tensor | None], Tensor | None]) -> Iterator[None]:
     """What a tensor is given as its gradient goes on through a function meanwhile."""
 
-    def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def prehook(outer: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         k = edge.output_nr
-        return (*given[:k], change(given[k]), *given[k + 1 :])
+        return (*outer[:k], change(outer[k]), *outer[k + 1 :])
 
     hook = edge.node.register_prehook(prehook)
     try:

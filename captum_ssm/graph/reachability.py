@@ -51,10 +51,10 @@ def _add_bits(roots: Iterable[Node], bits: Mapping[Node, int], known: dict[Node,
                 stack.extend(n for n in before[node] if n not in known)
             else:
                 stack.pop()
-                found = bits.get(node, 0)
+                mask = bits.get(node, 0)
                 for n in before.pop(node):
-                    found |= known[n]
-                known[node] = found
+                    mask |= known[n]
+                known[node] = mask
 
 
 def _members(bits: int) -> Iterator[int]:
@@ -63,7 +63,7 @@ def _members(bits: int) -> Iterator[int]:
 
 def is_read_past(root: Point, leaf: Point, *between: Point) -> bool:
     """Whether a root depends on a leaf by another way too than through points between them."""
-    return leaf.edge.node in nodes_before([root.edge.node], {one.edge.node for one in between})
+    return leaf.edge.node in nodes_before([root.edge.node], {point.edge.node for point in between})
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,21 @@ class SegmentGraph:
         The last of them is the one whose tokens count.
         """
         before = nodes_before([entry.edge.node for entry in entries], self._ends)
-        found, direct = dict[GradientEdge, set[Node]](), 0
+        joints, direct = dict[GradientEdge, set[Node]](), 0
         for _, edge in edges_before(root.edge.node, self._ends, lambda one: one.node not in before):
             if edge.node in self._ends:
                 direct |= self._ends[edge.node]
             elif edge.node in before and edge.node.next_functions:  # a parameter has none
-                found[edge] = nodes_before([edge.node], self._ends)
+                joints[edge] = nodes_before([edge.node], self._ends)
         stream = [
             edge
-            for edge in found
+            for edge in joints
             if _times_finer(edge, entries[-1].tokens) <= 1
-            and not any(edge.node in known for o, known in found.items() if o.node is not edge.node)
+            and not any(
+                edge.node in known for o, known in joints.items() if o.node is not edge.node
+            )
         ]
-        past = [edge for edge in found if edge not in stream]
+        past = [edge for edge in joints if edge not in stream]
         return Joints(stream, past, self._named(direct))
 
     def added(
@@ -152,8 +154,8 @@ class SegmentGraph:
             tokens (int, optional): T, those of the leaves passed, where there are finer ones.
         """
         sides = self.sides(root, passed, tokens)
-        found = (side.read for side in sides if not side.is_factor)
-        return frozenset().union(*(read for read in found if read <= frozenset(before)))
+        reads = (side.read for side in sides if not side.is_factor)
+        return frozenset().union(*(read for read in reads if read <= frozenset(before)))
 
     def sides(self, root: Point, passed: Collection[int], tokens: int | None) -> list[Side]:
         """What joins, on the way to ``root``, what comes of some leaves, and reads others.
@@ -172,15 +174,15 @@ class SegmentGraph:
             # What is multiplied by a gate that comes of the leaves is no gate of them.
             return passes(edge) and carries.get(edge.node, False)
 
-        found: dict[GradientEdge, list[bool]] = {}
+        joining: dict[GradientEdge, list[bool]] = {}
         for node, edge in edges_before(start, self._ends, goes_on):
             if self._bits(edge) and not passes(edge):
                 is_product = node.name().startswith(_FACTORS)
                 is_factor = is_product and any(map(goes_on, _inputs(node)))
-                found.setdefault(edge, []).append(is_factor)
+                joining.setdefault(edge, []).append(is_factor)
         return [
             Side(edge, self.read_by(edge), all(are_factors), len(are_factors))
-            for edge, are_factors in found.items()
+            for edge, are_factors in joining.items()
             if tokens is None or _times_finer(edge, tokens) < 2
         ]
 
@@ -196,12 +198,12 @@ class SegmentGraph:
         """
         before = nodes_before([entry.edge.node for entry in entries], self._ends)
         streams = {side.read for side in sides if side.edge.node in before}
-        found = []
+        parts = []
         for side in sides:
             is_sum = side.read in streams and side.edge.node not in before
             states = self._states(side.edge, before) if is_sum and not side.is_factor else None
-            found += [side] if states is None else [Side(e, self.read_by(e)) for e in states]
-        return found
+            parts += [side] if states is None else [Side(e, self.read_by(e)) for e in states]
+        return parts
 
     def _states(self, edge: GradientEdge, before: Collection[Node]) -> list[GradientEdge] | None:
         # The earlier tensors that one is a weighted sum of; None where it is made of others too.
@@ -209,12 +211,12 @@ class SegmentGraph:
         if node in before:
             is_result = node in self._ends and any(k >= 0 for k in self.read_by(edge))
             return None if is_result else [edge]
-        given = [one for one in _inputs(node) if self._bits(one)]
-        is_product = node.name().startswith(_FACTORS) and len(given) > 1
+        terms = [term for term in _inputs(node) if self._bits(term)]
+        is_product = node.name().startswith(_FACTORS) and len(terms) > 1
         if is_product or not (kind_of(node) in _WEIGHTED or node.name().startswith(_VIEWS)):
             return None
-        found = [self._states(one, before) for one in given]
-        return None if None in found else [e for one in found if one for e in one] or None
+        states = [self._states(term, before) for term in terms]
+        return None if None in states else [e for edges in states if edges for e in edges] or None
 
     def sums(self, root: Point, passed: Collection[int]) -> list[GradientEdge]:
         """Where, on the way to ``root``, something else is first added to what comes of leaves.
@@ -226,13 +228,13 @@ class SegmentGraph:
         def passes(edge: GradientEdge) -> bool:
             return self._bits(edge) & through != 0
 
-        found = {
+        nodes = {
             node
             for node, edge in edges_before(root.edge.node, self._ends, passes)
             if self._bits(edge) and not passes(edge) and not node.name().startswith(_FACTORS)
         }
-        later = {node for node in found if len(found & nodes_before([node], self._ends)) > 1}
-        return [GradientEdge(node, 0) for node in found - later]
+        later = {node for node in nodes if len(nodes & nodes_before([node], self._ends)) > 1}
+        return [GradientEdge(node, 0) for node in nodes - later]
 
     def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
         """Whether a point itself is added, on the way to ``root``, to what comes of some leaves."""
@@ -245,12 +247,14 @@ class SegmentGraph:
         def kept(edge: GradientEdge) -> Iterator[GradientEdge]:
             yield edge
             if keeps(edge):
-                yield from (one for _, one in edges_before(edge.node, self._ends, keeps))
+                yield from (earlier for _, earlier in edges_before(edge.node, self._ends, keeps))
 
         at = point.edge.node, point.edge.output_nr
         sides = self.sides(root, passed, None)
         kept_of = (kept(side.edge) for side in sides if not side.is_factor)
-        return any((one.node, one.output_nr) == at for edges in kept_of for one in edges)
+        return any(
+            (earlier.node, earlier.output_nr) == at for edges in kept_of for earlier in edges
+        )
 
     def _bits(self, edge: GradientEdge) -> int:
         if edge.node not in self._known:
@@ -374,7 +378,7 @@ def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[in
 def before_view(point: Point) -> Point | None:
     """What a tensor is a view or a copy of, its channels last; None where it is computed."""
     node = point.edge.node
-    given = [GradientEdge(n, k) for n, k in node.next_functions if n is not None]
-    if len(given) != 1 or not node.name().startswith(_VIEWS):
+    inputs = [GradientEdge(n, k) for n, k in node.next_functions if n is not None]
+    if len(inputs) != 1 or not node.name().startswith(_VIEWS):
         return None
-    return Point.at(given[0])
+    return Point.at(inputs[0])

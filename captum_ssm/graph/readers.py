@@ -43,11 +43,11 @@ def readers(
     ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
     if first is None or second is None:
         return torch.full((leaf.tokens,), -1, device=leaf.device)
-    found, is_clear = decoded(first, second, T)
-    if found is not None and not is_clear:
+    reader, is_clear = decoded(first, second, T)
+    if reader is not None and not is_clear:
         # Several readers, or gradients that are rounding: those through the norm of a multiple.
         return readers_by_bits(root, leaf, channels, tokens=tokens, labels=labels)
-    return found
+    return reader
 
 
 def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, bool]:
@@ -64,10 +64,10 @@ def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, b
     rest = (b - ratio[:, None] * a).norm(dim=-1) / size.sqrt().clamp(min=1e-150)
     if bool((rest > 0.01)[size > 1e-4 * size.amax()].any()):
         return None, False
-    found = (ratio - 1) * count
-    number = found.round()
+    unrounded = (ratio - 1) * count
+    number = unrounded.round()
     # Gradients so small that they are rounded may give any number, and infinite ones none.
-    clear = ((found - number).abs() <= 0.25) & (rest <= 0.05 / count)
+    clear = ((unrounded - number).abs() <= 0.25) & (rest <= 0.05 / count)
     clear &= (number >= 0) & (number < count)
     is_read = size != 0
     return torch.where(is_read & clear, number, -1).long(), bool((clear | ~is_read).all())
@@ -88,7 +88,7 @@ def readers_by_bits(
     """
     r = _noise_in(root, channels, tokens)
     place = torch.arange(root.tokens, device=root.device) if labels is None else labels
-    found: Tensor | None = None
+    reader: Tensor | None = None
     for bit in range(max(1, (root.tokens - 1).bit_length())):
         hits = []
         for value in (0, 1):
@@ -99,11 +99,11 @@ def readers_by_bits(
             hits.append(g != 0 if by_channel else (g != 0).any(-1))
         if bool((hits[0] & hits[1]).any()):
             return None
-        if found is None:
-            found = torch.where(hits[0] | hits[1], 0, -1)
-        found = torch.where(hits[1], found | (1 << bit), found)
-    is_valid = found is not None and bool((found <= int(place.max())).all())
-    return found if is_valid else None
+        if reader is None:
+            reader = torch.where(hits[0] | hits[1], 0, -1)
+        reader = torch.where(hits[1], reader | (1 << bit), reader)
+    is_valid = reader is not None and bool((reader <= int(place.max())).all())
+    return reader if is_valid else None
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,14 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     by_token = 1 + torch.arange(T, device=root.device)[:, None] / T
     by_channel = 1 + torch.arange(E, device=root.device) / E
     noise = root.noise()
-    found = []
+    pulled = []
     for seed in (ones, ones * by_token, ones * by_channel, ones * noise):
         (g,) = gradients([root], [seed.to(root.dtype)], [leaf])
         if g is None:
             nothing = torch.full((leaf.tokens, leaf.width), -1, device=leaf.device)
             return Entries(nothing, nothing, 0.0 * nothing)
-        found.append(g.double())
-    factor, tokens, channels, proof = found
+        pulled.append(g.double())
+    factor, tokens, channels, proof = pulled
     read = factor != 0
     safe = torch.where(read, factor, 1)
     token = ((tokens / safe - 1) * T).round().long().clamp(0, T - 1)

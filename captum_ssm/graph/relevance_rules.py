@@ -90,7 +90,7 @@ def carrying_before(end: Node, starts: Collection[Node]) -> dict[Node, bool]:
         if any(carries[node] for node in last):
             return carries | passed
         passed |= dict.fromkeys(last, True)
-        last = [one for node in last for one, _ in node.next_functions if one is not None]
+        last = [child for node in last for child, _ in node.next_functions if child is not None]
     return passed
 
 
@@ -178,13 +178,15 @@ def added_coefficients(carries: Mapping[Node, bool]) -> list[str]:
     A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand,
     or as a part of a tensor whose rest carries relevance, it is missing from the relevance.
     """
-    found: set[str | None] = set()
+    kinds: set[str | None] = set()
     for node, carry in carries.items():
         is_joined = kind_of(node) in LINEAR or kind_of(node) == COPY_SLICES
         if carry and is_joined and len(node.next_functions) > 1:
-            inputs = [one for one, _ in node.next_functions if one is not None]
-            found.update(coefficient_in(one, carries) for one in inputs if not carries.get(one))
-    return sorted(kind for kind in found if kind is not None)
+            inputs = [child for child, _ in node.next_functions if child is not None]
+            kinds.update(
+                coefficient_in(child, carries) for child in inputs if not carries.get(child)
+            )
+    return sorted(kind for kind in kinds if kind is not None)
 
 
 def mean_size(node: Node) -> int | None:

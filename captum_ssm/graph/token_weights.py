@@ -71,11 +71,11 @@ class TokenWeights:
         probes = min(24, max(4, 512 // self.leaf.width)) if probes is None else probes
         parts = [(sign, part) for sign in (1, -1) if bool((part := (sign * w).clamp(min=0)).any())]
         size = w.abs().sum(1).clamp(min=torch.finfo(w.dtype).tiny)
-        found = [
+        carried = [
             sign * self._carried(part, (part.sum(1) / size * probes).ceil()) for sign, part in parts
         ]
         total = w.new_zeros(self.batch, self.leaf.tokens // self.batch, dtype=torch.float64)
-        return reduce(torch.add, found, total).to(w)
+        return reduce(torch.add, carried, total).to(w)
 
     def matvec(self, values: Tensor, probes: int) -> Tensor:
         """T values for ``values (B, S, k)`` in [0, 1]: ``(B, T, k)``, from passes forward."""
@@ -88,8 +88,10 @@ class TokenWeights:
         ]
         totals = torch.zeros(len(scales), self.root.tokens, dtype=torch.float64)
         for seed in orthogonal(self.leaf, self.batch, probes, seed=1):
-            found = pushed(self, *[self.leaf.unflat(seed * scale) for scale in scales])
-            totals += torch.stack([one.double().square().sum(-1) for one in found]).to(totals)
+            derivatives = pushed(self, *[self.leaf.unflat(seed * scale) for scale in scales])
+            totals += torch.stack(
+                [derivative.double().square().sum(-1) for derivative in derivatives]
+            ).to(totals)
         means = (totals[:1] > 0).double().repeat(len(columns), 1)  # of ones
         means[moved] = totals[1:] / totals[0].clamp(min=1e-300)
         return means.T.unflatten(0, (self.batch, -1)).to(values)
@@ -105,8 +107,8 @@ class TokenWeights:
                 at = torch.arange(first, min(T, first + chunk), device=self.root.device)
                 seeds = r.new_zeros(len(at), *r.shape)
                 seeds[torch.arange(len(at)), :, at] = r[:, at].transpose(0, 1)
-                found = self._norms(seeds.flatten(1, 2))  # (n, B S)
-                total[:, at] += found.unflatten(1, (self.batch, S)).transpose(0, 1)
+                norms = self._norms(seeds.flatten(1, 2))  # (n, B S)
+                total[:, at] += norms.unflatten(1, (self.batch, S)).transpose(0, 1)
         return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
 
     def added(self, values: Tensor) -> Tensor:
@@ -116,17 +118,17 @@ class TokenWeights:
         would hide what points along the token itself.
         """
         with ruled([self.root.edge.node], [self.leaf.edge.node]):
-            (found,) = pushed(replace(self, values=None), values)
-        return found
+            (added,) = pushed(replace(self, values=None), values)
+        return added
 
     def energy(self, seeds: Iterable[Tensor]) -> Tensor:
         """The squared gradients at the leaf's tokens, ``(T_leaf,)``, of all ``seeds (T, E)``."""
         total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
         with pulling(self) as pull:
             for seed in seeds:
-                found = pull(self.root.unflat(seed))
-                if found is not None:
-                    total += self.leaf.flat(found).double().square().sum(-1)
+                gradient = pull(self.root.unflat(seed))
+                if gradient is not None:
+                    total += self.leaf.flat(gradient).double().square().sum(-1)
         return total
 
     @cached_property
@@ -144,8 +146,10 @@ class TokenWeights:
         E = self.leaf.width
         count = probes if probes < E else probes // E * E
         seeds = orthogonal(self.leaf, self.batch, count, seed=1)
-        found = pushed(self, *[self.leaf.unflat(seed) for seed in seeds])
-        return torch.stack([one.double().square().sum(-1) for one in found]).sum(0)
+        derivatives = pushed(self, *[self.leaf.unflat(seed) for seed in seeds])
+        return torch.stack(
+            [derivative.double().square().sum(-1) for derivative in derivatives]
+        ).sum(0)
 
     def _carried(self, w: Tensor, probes: Tensor) -> Tensor:
         # Weights that are not negative, with so many passes (B,) of each example.
@@ -158,21 +162,23 @@ class TokenWeights:
         weighted = (seed * (scale * (probes > k)[:, None]).view(-1, 1) for k, seed in seeds)
         total = self.energy(weighted).view(self.batch, -1)
         # The sums are known: each token hands on all of its weight.
-        given = torch.where(sizes.view(self.batch, -1) > 0, w.double().to(total.device), 0).sum(1)
-        return total * (given / total.sum(1).clamp(min=1e-300))[:, None]
+        handed = torch.where(sizes.view(self.batch, -1) > 0, w.double().to(total.device), 0).sum(1)
+        return total * (handed / total.sum(1).clamp(min=1e-300))[:, None]
 
     def _norms(self, seeds: Tensor) -> Tensor:
         # The squared norm at each token of the leaf, (n, T_leaf), for each of n seeds.
         batch = torch.stack([self.root.unflat(seed) for seed in seeds])
         with pulling(self) as pull:
             try:
-                found = pull(batch, is_grads_batched=True)
+                gradients = pull(batch, is_grads_batched=True)
             except RuntimeError:  # a node of the graph that cannot be batched
-                rows = [row for one in batch if (row := pull(one)) is not None]
-                found = torch.stack(rows) if rows else None
-        if found is None:
+                rows = [row for shaped in batch if (row := pull(shaped)) is not None]
+                gradients = torch.stack(rows) if rows else None
+        if gradients is None:
             return seeds.new_zeros(len(seeds), self.leaf.tokens, dtype=torch.float64)
-        return torch.stack([self.leaf.flat(one).double().square().sum(-1) for one in found])
+        return torch.stack(
+            [self.leaf.flat(gradient).double().square().sum(-1) for gradient in gradients]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +202,8 @@ class PatchWeights(TokenWeights):
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
         """w^T T for ``w (B, T)``: ``(B, S)``."""
-        found = w.flatten()[self.owner.clamp(min=0).to(w.device)] * self.shares.to(w)
-        return found.view(self.batch, -1)
+        weights = w.flatten()[self.owner.clamp(min=0).to(w.device)] * self.shares.to(w)
+        return weights.view(self.batch, -1)
 
     def matvec(self, values: Tensor, probes: int) -> Tensor:
         """T values for ``values (B, S, k)``: ``(B, T, k)``."""
@@ -207,10 +213,10 @@ class PatchWeights(TokenWeights):
     def matrix(self, probes: int | None = None) -> Tensor:
         """T, ``(B, T, S)``."""
         T, S = self.root.tokens // self.batch, self.leaf.tokens // self.batch
-        found = self.shares.new_zeros(self.batch, T, S)
+        matrix = self.shares.new_zeros(self.batch, T, S)
         kept = (self.owner >= 0).nonzero()[:, 0]
-        found[kept // S, self.owner[kept] % T, kept % S] = self.shares[kept]
-        return found
+        matrix[kept // S, self.owner[kept] % T, kept % S] = self.shares[kept]
+        return matrix
 
     def _summed(self, values: Tensor) -> Tensor:
         # Over the tokens of the leaf that one of the root reads: (T_root, ...).
@@ -267,12 +273,12 @@ def pulling(way: TokenWeights) -> Iterator[Callable[..., Tensor | None]]:
 
     def pull(seed: Tensor, **options: Any) -> Tensor | None:
         options = {"retain_graph": True, "allow_unused": True, **options}
-        (found,) = torch.autograd.grad(way.root.edge, way.leaf.edge, seed, **options)
-        if found is None:
+        (gradient,) = torch.autograd.grad(way.root.edge, way.leaf.edge, seed, **options)
+        if gradient is None:
             return None
         for some in (factors, kept):
-            found = found if some is None else found * some
-        return found
+            gradient = gradient if some is None else gradient * some
+        return gradient
 
     kept = None
     if way.kept is not None:
@@ -296,8 +302,8 @@ def pushed(way: TokenWeights, *directions: Tensor) -> list[Tensor]:
         try:
             with WithoutZeroKernels():
                 return [
-                    root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
-                    for one in directions
+                    root.flat(torch.autograd.grad(back, dual, direction, retain_graph=True)[0])
+                    for direction in directions
                 ]
         except RuntimeError as error:
             if "not implemented" not in str(error):
@@ -342,9 +348,9 @@ class Pairs:
         """The one token that each of so many reads, ``(T,)``, -1 for none; None for several."""
         if len(self.root.unique()) < len(self.root):
             return None
-        found = torch.full((tokens,), -1)
-        found[self.root] = self.leaf
-        return found
+        source = torch.full((tokens,), -1)
+        source[self.root] = self.leaf
+        return source
 
 
 def pairs(way: TokenWeights, *, repeated: bool = True) -> Pairs | None:
@@ -385,5 +391,5 @@ def orthogonal(point: Point, batch: int, count: int, *, seed: int = 0) -> Iterat
             row -= known * (known @ row)
         rows.append(row / row.norm())
         signs = torch.randint(0, 2, (point.tokens // batch, 1), generator=generator) * 2 - 1
-        one = signs * rows[-1] * (E / count) ** 0.5
-        yield one.repeat(batch, 1).to(point.device, point.dtype)
+        example = signs * rows[-1] * (E / count) ** 0.5
+        yield example.repeat(batch, 1).to(point.device, point.dtype)
