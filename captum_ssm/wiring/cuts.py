@@ -87,9 +87,9 @@ class RunCuts:
 
     def leave(self, name: str, output: Tensor) -> Tensor:
         """The tokens that the model goes on with in place of a mixer's ``output``."""
-        found = self._started(output)
-        self.ports.append(MixerCut(name, self._entries.pop(), Point.of(found)))
-        return found
+        tokens = self._started(output)
+        self.ports.append(MixerCut(name, self._entries.pop(), Point.of(tokens)))
+        return tokens
 
     def abandon(self) -> None:
         """Forget that a mixer was entered, which then returned nothing."""
@@ -97,10 +97,10 @@ class RunCuts:
 
     def begin(self, index: int, values: Tensor, *, embedded: bool) -> Tensor:
         """One of the model's inputs, or its embeddings, as the model is to go on with them."""
-        found = self._started(values)
+        start = self._started(values)
         channels = None if values.dim() == 2 else -1
-        self.starts[index] = InputCut(Point.of(found, channels), values.detach(), embedded)
-        return found
+        self.starts[index] = InputCut(Point.of(start, channels), values.detach(), embedded)
+        return start
 
     def embed(self, index: int, ids: Tensor, entries: Tensor, value: Tensor, width: int) -> Tensor:
         """The embeddings of some ids of an input, as the model is to go on with them.

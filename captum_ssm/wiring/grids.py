@@ -51,9 +51,9 @@ class StepGrids:
 
     def _measured(self, step: int) -> TokenGrid | None:
         for probes in PROBES:
-            found = _grid(self._places(step, probes)[0], self._size)
-            if found is not None:
-                return found
+            grid = _grid(self._places(step, probes)[0], self._size)
+            if grid is not None:
+                return grid
         return None
 
     def _places(self, last: int, probes: int) -> Tensor:
@@ -65,8 +65,8 @@ class StepGrids:
             reads = step.reads or ((INPUT, TokenMap()),)
             if any(link.share is not None for _, link in reads):  # the finest tokens say it best
                 reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
-            found = [link.matvec(after[earlier], probes) for earlier, link in reads]
-            rows = reduce(torch.add, found)
+            parts = [link.matvec(after[earlier], probes) for earlier, link in reads]
+            rows = reduce(torch.add, parts)
             after[i] = rows / rows[..., -1:].clamp(min=1e-12)
         return after[last]
 
@@ -86,9 +86,9 @@ def _points(size: tuple[int, ...]) -> Tensor:
 
 
 def _of_tokens(grid: TokenGrid, tokens: int) -> Tensor:
-    found = torch.zeros(tokens, len(grid.shape) + 1, dtype=torch.float64)
-    found[grid.index.flatten()] = _points(grid.shape)
-    return found
+    points = torch.zeros(tokens, len(grid.shape) + 1, dtype=torch.float64)
+    points[grid.index.flatten()] = _points(grid.shape)
+    return points
 
 
 def _grid(places: Tensor, size: tuple[int, ...]) -> TokenGrid | None:
@@ -117,9 +117,9 @@ def _lines(values: Tensor, count: int) -> Tensor:
     gaps, widths = lines.mean(1).diff(), lines.amax(1) - lines.amin(1)
     if count > 1 and bool(gaps.min() < max(gaps.mean() / 4, widths.max())):
         return torch.full_like(order, -(len(values) ** 2))
-    found = torch.empty_like(order)
-    found[order] = torch.arange(count).repeat_interleave(len(values) // count)
-    return found
+    line_of = torch.empty_like(order)
+    line_of[order] = torch.arange(count).repeat_interleave(len(values) // count)
+    return line_of
 
 
 def _shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:

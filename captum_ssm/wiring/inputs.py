@@ -78,17 +78,19 @@ class InputMap:
         # What is data-dependent in between is a constant, as in `TokenWeights.added`.
         with ruled([point.edge.node for point in points], [self.leaf.edge.node]):
             for some in zip_longest(*seeds):
-                given = [(point, s) for point, s in zip(points, some, strict=True) if s is not None]
-                roots, some_seeds = zip(*given, strict=True)
-                (found,) = gradients(roots, some_seeds, [self.leaf])
-                if found is not None:
-                    total += (found.double() * x).square()
+                seeded = [
+                    (point, s) for point, s in zip(points, some, strict=True) if s is not None
+                ]
+                roots, some_seeds = zip(*seeded, strict=True)
+                (gradient,) = gradients(roots, some_seeds, [self.leaf])
+                if gradient is not None:
+                    total += (gradient.double() * x).square()
         return total.sqrt()
 
     def added(self, root: Point) -> Tensor:
         r"""The size of what it adds to each token of ``root``, :math:`\|J x\|`: ``(B, T)``."""
-        found = TokenWeights(root, self.leaf, self.batch).added(self.values)
-        return found.double().norm(dim=-1).view(self.batch, -1)
+        added = TokenWeights(root, self.leaf, self.batch).added(self.values)
+        return added.double().norm(dim=-1).view(self.batch, -1)
 
     def transport(self, root: Point) -> TokenWeights:
         """How strongly tokens of mixers read this input, by way of the stem where there is one."""
@@ -106,17 +108,17 @@ class InputMap:
 def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
     """The first tokens that all ways from ``roots`` to ``leaf`` pass, wide and finer than those."""
     for edge in meetings(roots, [leaf]):
-        found = Point.at(edge, None)
-        if len(found.shape) < 3 or found.shape[0] != batch or found.dtype != leaf.dtype:
+        point = Point.at(edge, None)
+        if len(point.shape) < 3 or point.shape[0] != batch or point.dtype != leaf.dtype:
             continue
-        wide = [axis for axis in range(1, len(found.shape)) if found.shape[axis] >= WIDE]
+        wide = [axis for axis in range(1, len(point.shape)) if point.shape[axis] >= WIDE]
         if not wide:
             continue
-        channels = _channels(found, leaf)
+        channels = _channels(point, leaf)
         if channels in wide:
-            found = replace(found, channels=channels)
-            if found.tokens > max(root.tokens for root in roots):
-                return found
+            point = replace(point, channels=channels)
+            if point.tokens > max(root.tokens for root in roots):
+                return point
     return None
 
 
@@ -126,8 +128,8 @@ def _channels(point: Point, leaf: Point) -> int | None:
     for axis, size in enumerate(point.shape[1:], 1):
         seed = torch.zeros_like(noise)
         seed.select(axis, size // 2).copy_(noise.select(axis, size // 2))
-        (found,) = gradients([point], [point.flat(seed)], [leaf])
-        seen[axis] = 0 if found is None else int(found.count_nonzero())
+        (gradient,) = gradients([point], [point.flat(seed)], [leaf])
+        seen[axis] = 0 if gradient is None else int(gradient.count_nonzero())
     most = max(seen.values())
     best = [axis for axis, count in seen.items() if count == most]
     return best[0] if len(best) == 1 else None
@@ -150,8 +152,8 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
     def read_by(tokens: int | slice) -> Tensor | None:
         here = torch.zeros(root.tokens, 1, dtype=seed.dtype, device=seed.device)
         here[tokens] = 1
-        (found,) = gradients([root], [seed * here], [leaf])
-        read = None if found is None else leaf.unflat(found)[0] != 0
+        (gradient,) = gradients([root], [seed * here], [leaf])
+        read = None if gradient is None else leaf.unflat(gradient)[0] != 0
         return None if read is None or not bool(read.any()) else read
 
     def along(axis: int, read: Tensor) -> int:
@@ -161,8 +163,8 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
     if every is None:
         return usual
     # One from the middle, except those that are learned.
-    one = next(read for t in range(T) if (read := read_by((T // 2 + t) % T)) is not None)
-    whole = [axis for axis in axes if along(axis, one) == along(axis, every)]
+    single = next(read for t in range(T) if (read := read_by((T // 2 + t) % T)) is not None)
+    whole = [axis for axis in axes if along(axis, single) == along(axis, every)]
     return usual if usual in whole else next(iter(whole), None)
 
 
@@ -175,4 +177,4 @@ def portions(sizes: Sequence[Tensor]) -> list[Tensor]:
     """The parts ``(B, T)`` in which tokens are made of several, by the size that each adds."""
     total = torch.stack(list(sizes)).sum(0)
     even = 1 / len(sizes)
-    return [torch.where(total > 0, one / total.clamp(min=1e-300), even) for one in sizes]
+    return [torch.where(total > 0, size / total.clamp(min=1e-300), even) for size in sizes]

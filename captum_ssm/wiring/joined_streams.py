@@ -51,19 +51,21 @@ def joined(
     """
     if root is None or any(s < 0 or link.share is not None for s, link in reads):
         return None
-    own = [k for k, (s, _) in enumerate(reads) if steps[s].around]
-    if len(own) < 2 or len({steps[s].tokens for s, _ in reads}) > 1:
+    streams = [k for k, (s, _) in enumerate(reads) if steps[s].around]
+    if len(streams) < 2 or len({steps[s].tokens for s, _ in reads}) > 1:
         return None
     sums = [graph.cut.sums(root, steps[s].calls) for s, _ in reads]
-    made_of = [frozenset[int]().union(*map(graph.cut.read_by, one)) for one in sums]
-    common = frozenset.intersection(*(made_of[k] for k in own))
-    leaves = [max(common or one) for one in made_of]
-    parts = [_parts(graph, root, leaf, one) for leaf, one in zip(leaves, sums, strict=True)]
-    sizes = [torch.stack([part.square().sum(-1) for part in one]).sum(0).sqrt() for one in parts]
-    whole = reduce(torch.add, [sizes[k] for k in own])
+    made_of = [frozenset[int]().union(*map(graph.cut.read_by, edges)) for edges in sums]
+    common = frozenset.intersection(*(made_of[k] for k in streams))
+    leaves = [max(common or read) for read in made_of]
+    parts = [_parts(graph, root, leaf, edges) for leaf, edges in zip(leaves, sums, strict=True)]
+    sizes = [
+        torch.stack([part.square().sum(-1) for part in changes]).sum(0).sqrt() for changes in parts
+    ]
+    whole = reduce(torch.add, [sizes[k] for k in streams])
     if not bool((whole > 0).all()):
         return None
-    first = own[0]
+    first = streams[0]
     return [
         torch.where(_is_opposite(parts[k], parts[first]), -size, size) / whole
         for k, size in enumerate(sizes)
@@ -75,8 +77,8 @@ def _parts(graph: MixerGraph, root: Point, k: int, through: Sequence[GradientEdg
     leaf = graph.leaf(k)
     way = TokenWeights(root, leaf, graph.batch)
     directions = [
-        leaf.unflat(one)
-        for one in orthogonal(leaf, graph.batch, min(leaf.width, _DIRECTIONS), seed=1)
+        leaf.unflat(seed)
+        for seed in orthogonal(leaf, graph.batch, min(leaf.width, _DIRECTIONS), seed=1)
     ]
     both = zip(
         pushed(way, *directions),
@@ -88,7 +90,7 @@ def _parts(graph: MixerGraph, root: Point, k: int, through: Sequence[GradientEdg
 
 def _is_opposite(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     # Whether each token moves the other way, (T,): the cosine is below -1/2.
-    mine, theirs = (torch.cat(list(one), -1) for one in (parts, others))
+    mine, theirs = (torch.cat(list(changes), -1) for changes in (parts, others))
     if mine.shape != theirs.shape:
         return torch.zeros(len(mine), dtype=torch.bool)
     return torch.cosine_similarity(mine, theirs, dim=-1, eps=1e-300) < -0.5

@@ -69,9 +69,9 @@ class Gathered:
     def weights(self, read: Tensor, batch: int, tokens: int) -> Tensor:
         """How strongly tokens are ``read (T,)``, as weights ``(B, S)`` of the mixer's tokens."""
         kept = (self.source >= 0).to(read.device)
-        found = read.new_zeros(tokens)
-        found.index_add_(0, self.source.to(read.device)[kept], read[kept])
-        return found.view(batch, -1)
+        totals = read.new_zeros(tokens)
+        totals.index_add_(0, self.source.to(read.device)[kept], read[kept])
+        return totals.view(batch, -1)
 
 
 def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
@@ -80,19 +80,21 @@ def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
     The first is the leaf itself. The root is a score, an output without tokens, or what another
     mixer is given.
     """
-    found = [Gathered(leaf, torch.arange(leaf.tokens))]
+    tensors = [Gathered(leaf, torch.arange(leaf.tokens))]
     for edge in meetings([root], [leaf]):
         held = sorted(points(edge, batch), key=lambda one: one.tokens != leaf.tokens)
         sources = ((point, source_of(point, leaf, batch)) for point in held)
-        here = next((Gathered(point, one) for point, one in sources if one is not None), None)
+        here = next(
+            (Gathered(point, source) for point, source in sources if source is not None), None
+        )
         # A tensor without axes of tokens, as in a linear layer, may be followed by one with them.
-        if here is None and held and len(found) > 1:
+        if here is None and held and len(tensors) > 1:
             break
         if here is not None:
-            found.append(here)
-    while len(found) > 1 and _is_weighed(found[-1].point, leaf):
-        found.pop()
-    return found
+            tensors.append(here)
+    while len(tensors) > 1 and _is_weighed(tensors[-1].point, leaf):
+        tensors.pop()
+    return tensors
 
 
 def _is_weighed(point: Point, leaf: Point) -> bool:
@@ -104,7 +106,7 @@ def _is_weighed(point: Point, leaf: Point) -> bool:
     factors = [before for before, _ in node.next_functions if before is not None]
     edges = [replace(point, edge=GradientEdge(before, 0)) for before in factors]
     read = dependencies(edges, [leaf])
-    made = [before for before, one in zip(factors, read, strict=True) if one]
+    made = [before for before, leaves in zip(factors, read, strict=True) if leaves]
     return len(made) == 1 or any(before.name().startswith("Sigmoid") for before in made)
 
 
@@ -121,8 +123,8 @@ def source_of(root: Point, leaf: Point, batch: int) -> Tensor | None:
 
     None where a token is made of several, or all of none.
     """
-    found = pairs(TokenWeights(root, leaf, batch), repeated=root.tokens > leaf.tokens)
-    return None if found is None or not len(found.root) else found.source(root.tokens)
+    paired = pairs(TokenWeights(root, leaf, batch), repeated=root.tokens > leaf.tokens)
+    return None if paired is None or not len(paired.root) else paired.source(root.tokens)
 
 
 def weights(
@@ -149,16 +151,16 @@ def weights(
             if power > 1 or not carries[root.edge.node]:  # or of a probability
                 rules.close()
             for seed in _seeds(root, batch):
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     root.edge,
                     [leaf.edge for leaf in leaves],
                     seed,
                     retain_graph=True,
                     allow_unused=True,
                 )
-                for k, (leaf, one) in enumerate(zip(leaves, found, strict=True)):
-                    if one is not None:
-                        size = leaf.flat(one).abs().double().pow(power).sum(-1)
+                for k, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+                    if gradient is not None:
+                        size = leaf.flat(gradient).abs().double().pow(power).sum(-1)
                         known = total[k]
                         total[k] = size if known is None else known + size
     return total
@@ -185,7 +187,7 @@ def structure(ends: Iterable[Node | None], *, is_cut: bool = False) -> frozenset
             kept whole. Default: False
     """
     seen, stack = set[Node](), [node for node in ends if node is not None]
-    found = set()
+    names = set()
     while stack:
         node = stack.pop()
         if node in seen:
@@ -196,16 +198,16 @@ def structure(ends: Iterable[Node | None], *, is_cut: bool = False) -> frozenset
                 is_begun = is_cut and before.name().startswith(_CUT)
                 before = None if is_begun else before.next_functions[0][0]
             if before is not None:
-                found.add((node.name(), before.name()))
+                names.add((node.name(), before.name()))
                 stack.append(before)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def token_tensors(root: Point, leaves: Iterable[Point], tokens: int, batch: int) -> list[Point]:
     """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart."""
 
     def held(edge: GradientEdge) -> Point | None:
-        here = [one for one in points(edge, batch) if one.tokens == tokens * batch]
+        here = [layout for layout in points(edge, batch) if layout.tokens == tokens * batch]
         return here[0] if here and len(here[0].shape) == 3 else None
 
     ends = {leaf.edge.node for leaf in leaves}

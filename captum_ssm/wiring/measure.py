@@ -101,13 +101,13 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
     held, said = readout.balance(past, read.again, shares[len(read.direct) :])
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
-        (graph.step_of[k], TokenMap().of(torch.zeros_like(one))) for k, one in past.items()
+        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in past.items()
     )
     return Wiring(
         steps,
         output,
         [graph.windows(i) for i in range(graph.end)],
-        [None if one is None else factor * one for one in (*shares, *past.values())],
+        [None if share is None else factor * share for share in (*shares, *past.values())],
         maps.neighbor_share,
         maps.is_far,
         inputs=graph.inputs,
@@ -167,7 +167,7 @@ def _gates(graph: MixerGraph) -> str | None:
     # The mixers whose results are coefficients alone of what others hold.
     ends = {point.edge.node for point in graph.leaves}
     roots = {i: root.edge.node for i, root in graph.entries.items() if root is not None}
-    found = []
+    gates = []
     for i, leaf in graph.exits.items():
         start, readers = leaf.edge.node, [node for k, node in roots.items() if i in graph.reads[k]]
         carries = carrying(readers, [start], ends - {start})
@@ -176,8 +176,8 @@ def _gates(graph: MixerGraph) -> str | None:
         # A root that is a coefficient itself, such as a probability, tells nothing.
         holding = [node for node in readers if carrying([node], ends)[node]]
         if holding and not any(reaches_by_sums(node, start, ends) for node in holding):
-            found.append(graph.name(i))
-    return ", ".join(found) or None
+            gates.append(graph.name(i))
+    return ", ".join(gates) or None
 
 
 def _is_selected(graph: MixerGraph, i: int) -> bool:
@@ -207,14 +207,16 @@ class _Mixing:
     def unmixed(self) -> list[set[int]]:
         # Mixers of equally many tokens, in groups in which each token is read in its place only.
         graph = self.graph
-        found: dict[int, list[int]] = {}
+        by_tokens: dict[int, list[int]] = {}
         for i, leaf in graph.exits.items():
             root = graph.entries.get(i)
             if root is not None and {root.shape[0], leaf.shape[0]} == {graph.batch}:
-                found.setdefault(leaf.tokens if root.tokens == leaf.tokens else 0, []).append(i)
-        groups = [group for tokens, group in found.items() if tokens and len(group) > 1]
+                by_tokens.setdefault(leaf.tokens if root.tokens == leaf.tokens else 0, []).append(i)
+        groups = [group for tokens, group in by_tokens.items() if tokens and len(group) > 1]
         if sum(map(len, groups)) < len(graph.exits):  # else they are mixed
-            self._unmixed = [set(one) for one in groups if not self.between(one, all_read=True)]
+            self._unmixed = [
+                set(mixers) for mixers in groups if not self.between(mixers, all_read=True)
+            ]
         return self._unmixed
 
     def check(self, maps: TokenMaps) -> None:
@@ -240,8 +242,8 @@ class _Mixing:
 
 def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
     # The order of a mixer side by side with another, by what both read, or are read by.
-    given, other = graph.entries[i], graph.entries[lead]
-    if given is not None and other is not None and given.is_at(other):
+    entry, other = graph.entries[i], graph.entries[lead]
+    if entry is not None and other is not None and entry.is_at(other):
         graph.orders[i] = graph.orders.get(lead)
         return
     T, others = graph.exits[i].tokens, graph.exits[lead].tokens
@@ -251,7 +253,7 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
             "of the batch (as an encoder and a decoder); expected mixers of the same tokens there. "
             f"{ADVICE}"
         )
-    root = graph.entries[next(k for k, one in graph.direct.items() if i in one)]
+    root = graph.entries[next(k for k, read in graph.direct.items() if i in read)]
     place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
     for mine, theirs in _alike(graph, i, lead, root):
         both = (mine >= 0) & (theirs >= 0)
@@ -282,12 +284,12 @@ def _alike(
     earlier = (graph.exits[k] for k in sorted(graph.direct[i] & graph.direct[lead]))
     for leaf in chain(earlier, _made_of_both(graph, i, lead)):
         both = [found(graph.entries[j], leaf) for j in (i, lead)]
-        mine, theirs = (None if one is None else one.reader for one in both)
+        mine, theirs = (None if paired is None else paired.reader for paired in both)
         if mine is not None and theirs is not None:
             yield mine, theirs
     both = [found(root, graph.exits[j]) for j in (i, lead)]
     mine, theirs = (
-        None if one is None or root is None else one.source(root.tokens) for one in both
+        None if paired is None or root is None else paired.source(root.tokens) for paired in both
     )
     if mine is not None and theirs is not None:
         yield mine, theirs

@@ -77,7 +77,7 @@ class MixerGraph:
         self.cut = SegmentGraph(starts | self.exits)
         self.inputs = self._input_maps(cuts.starts)
         if not in_grid:
-            self.exits |= {INPUT - k: one.leaf for k, one in enumerate(self.inputs)}
+            self.exits |= {INPUT - k: input_map.leaf for k, input_map in enumerate(self.inputs)}
         self.reads = {i: {*self.read_by(i) & self.exits.keys()} for i in self.entries}
         self.before: dict[int, frozenset[int]] = {}
         self.direct = self._direct()
@@ -110,7 +110,7 @@ class MixerGraph:
         for k, start in sorted(starts.items()):
             # Tokens that are made of it without another mixer between.
             read_by = ((root, self.read_by(i)) for i, root in self.entries.items())
-            mine = [root for root, one in read_by if root and INPUT - k in one and max(one) < 0]
+            mine = [root for root, read in read_by if root and INPUT - k in read and max(read) < 0]
             leaf = start.point
             stem = None
             if start.embedded:
@@ -124,7 +124,7 @@ class MixerGraph:
 
     def _refuse_lost(self) -> None:
         lost = [i for i in range(self.end) if not self.direct[i]]
-        if lost and any(i < 0 for one in self.direct.values() for i in one):
+        if lost and any(i < 0 for read in self.direct.values() for i in read):
             tokens, first = (tuple(self.exits[i].shape[:-1]) for i in (lost[0], 0))
             calls = f"{tokens} in call {lost[0] + 1} of {self.end}, {first} in the first"
             raise UnsupportedModelError(
@@ -140,10 +140,10 @@ class MixerGraph:
         """Raise where a mixer is run for each example, or changes the number of tokens."""
         calls = Counter(self.names)
         for i, name in enumerate(self.names):
-            given, exit = self.entries[i], self.exits[i]
-            if given is not None and given.tokens != exit.tokens:
+            entry, exit = self.entries[i], self.exits[i]
+            if entry is not None and entry.tokens != exit.tokens:
                 raise UnsupportedModelError(
-                    f"{name} is given {given.tokens} tokens and returns {exit.tokens}, so that its "
+                    f"{name} is given {entry.tokens} tokens and returns {exit.tokens}, so that its "
                     "maps are not over the tokens of one sequence; expected a mixer that returns "
                     "one token for each. Register an adapter with captum_ssm.register_mixer."
                 )

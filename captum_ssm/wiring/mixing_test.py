@@ -58,7 +58,7 @@ def _finds_mixing(
     count = next(iter(leaves.values())).tokens
     generator = torch.Generator().manual_seed(0)
     unread = {i: torch.ones(count, dtype=torch.bool) for i in asked}
-    numbers, found = list(leaves), False
+    numbers, reached = list(leaves), False
 
     def seed(i: int, root: Point, chosen: Tensor) -> Callable[[], Tensor]:
         rows, columns = root.rank_one(generator)
@@ -68,19 +68,19 @@ def _finds_mixing(
     for chosen in separating(count, generator):
 
         def visit(k: int, gradient: Tensor, chosen: Tensor = chosen) -> None:
-            nonlocal found
+            nonlocal reached
             i = numbers[k]
             others = ~orders.chosen(i, chosen).to(gradient.device)
             # NaN, as at the norm of a token that is zero, tells nothing.
-            found = found or bool((gradient[others].abs() > 0).any())
+            reached = reached or bool((gradient[others].abs() > 0).any())
             if i in unread:
                 unread[i] &= ~(gradient != 0).any(-1).cpu()
 
         seeds = [seed(i, root, chosen) for i, root in roots.items()]
         visit_gradients(list(roots.values()), seeds, list(leaves.values()), visit)
-        if found:
+        if reached:
             return True
-    partly = [i for i, one in unread.items() if bool(one.any()) and not bool(one.all())]
+    partly = [i for i, tokens in unread.items() if bool(tokens.any()) and not bool(tokens.all())]
     return any(i < 0 or _is_left_out(i, roots, leaves[i], mask) for i in partly)
 
 
@@ -90,10 +90,10 @@ def _is_left_out(i: int, roots: Mapping[int, Point], leaf: Point, mask: Tensor |
     later = [root for k, root in roots.items() if k > i]
     seeds = [root.noise().fill_(torch.nan) for root in later]
     with passing_nan():
-        (found,) = gradients(later, seeds, [leaf])
-    if found is None:
+        (gradient,) = gradients(later, seeds, [leaf])
+    if gradient is None:
         return False
-    is_read = (found != 0).any(-1)
+    is_read = (gradient != 0).any(-1)
     if mask is not None and mask.numel() == leaf.tokens:
         is_read |= ~mask.flatten().to(is_read.device)
     return not bool(is_read.all())
@@ -146,15 +146,15 @@ def leaks(
     away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
 
     def energies(seed: Tensor) -> dict[int, Tensor]:
-        found = zip(leaves, gradients([root], [seed], list(leaves.values())), strict=True)
-        return {j: g.double().square().sum(-1).cpu() for j, g in found if g is not None}
+        by_leaf = zip(leaves, gradients([root], [seed], list(leaves.values())), strict=True)
+        return {j: g.double().square().sum(-1).cpu() for j, g in by_leaf if g is not None}
 
     def put(chosen: Tensor) -> Tensor:
         noise = root.noise(generator)
         return noise * orders.chosen(mixer, chosen).to(root.device)[:, None]
 
-    for own in halves(root.tokens, generator):
-        seed = put(own)
+    for half in halves(root.tokens, generator):
+        seed = put(half)
         every = leaking = energies(seed)
         if around:
             with closed(around):
@@ -162,19 +162,19 @@ def leaks(
         for j, energy in every.items():
             whole[j] += float(energy.sum())
         for j, energy in leaking.items():
-            away[j] += float(energy[~orders.chosen(j, own)].sum())
+            away[j] += float(energy[~orders.chosen(j, half)].sum())
     leaves = {j: leaf for j, leaf in leaves.items() if away[j] > 0}
     if not leaves:
         return {}
-    one, near = _neighbors(root.tokens, orders.batch)
+    single, near = _neighbors(root.tokens, orders.batch)
     with closed(around):
-        found = energies(put(one))
-    near_of = {j: float(energy[orders.chosen(j, near)].sum()) for j, energy in found.items()}
+        energy_of = energies(put(single))
+    near_of = {j: float(energy[orders.chosen(j, near)].sum()) for j, energy in energy_of.items()}
     # Half of what goes to other tokens goes to tokens that were not chosen.
     return {
         j: Leak(
             min(1.0, 2 * away[j] / max(whole[j], 1e-300)),
-            j in found and near_of[j] < 0.99 * float(found[j].sum()),
+            j in energy_of and near_of[j] < 0.99 * float(energy_of[j].sum()),
         )
         for j in leaves
     }
@@ -184,10 +184,10 @@ def _neighbors(count: int, batch: int) -> tuple[Tensor, Tensor]:
     # One of the tokens, late enough that a causal recurrence would show, and those close to it.
     length = count // batch
     t, reach = length - 1 - length // 4, max(1, min(4, length // 4))
-    one, near = torch.zeros(2, count, dtype=torch.bool)
-    one[t] = True
+    single, near = torch.zeros(2, count, dtype=torch.bool)
+    single[t] = True
     near[max(0, t - reach) : t + reach + 1] = True
-    return one, near
+    return single, near
 
 
 def separating(count: int, generator: torch.Generator) -> list[Tensor]:

@@ -69,27 +69,33 @@ class OutputReads:
         read = graph.direct[graph.end]
         held = {i: gathered(root, graph.exits[i], graph.batch) for i in read}
         last = max(read)
-        some = [one for one in held[last][1:] if one.holds_all_of(graph.exits[last])]
-        for one in sorted(reversed(some), key=lambda one: not one.is_permuted):
-            if not self._left_over([one]):
-                self.pool = one.point
+        some = [tensor for tensor in held[last][1:] if tensor.holds_all_of(graph.exits[last])]
+        for tensor in sorted(reversed(some), key=lambda tensor: not tensor.is_permuted):
+            if not self._left_over([tensor]):
+                self.pool = tensor.point
                 return
         pool = some[-1] if len(read) == 1 and some and some[-1].is_permuted else None
-        last_held = [one[-1] for one in held.values()] if pool is None else [pool]
+        last_held = [tensors[-1] for tensors in held.values()] if pool is None else [pool]
         left = self._left_over(last_held)
         if all(graph.exits[k].tokens == graph.exits[last].tokens for k in left):
             self._left, self.pool = left, None if pool is None else pool.point
-            made_of = (graph.cut.read_by(one.point.edge) for one in last_held)
+            made_of = (graph.cut.read_by(tensor.point.edge) for tensor in last_held)
             self._gathered = frozenset().union(*made_of)
         # Else they are of other grids, and skips.
 
     def _left_over(self, held: Sequence[Gathered]) -> dict[int, Tensor]:
         # How strongly is read what goes past these tokens.
         graph = self.graph
-        found = self._weights(graph.leaves, [one.point.edge for one in held])
-        left = {k: one for k, one in zip(graph.exits, found, strict=True) if one is not None}
+        strengths = self._weights(graph.leaves, [tensor.point.edge for tensor in held])
+        left = {
+            k: strength
+            for k, strength in zip(graph.exits, strengths, strict=True)
+            if strength is not None
+        }
         direct = graph.direct[graph.end]
-        return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
+        return {
+            k: strength for k, strength in left.items() if k not in direct and bool(strength.any())
+        }
 
     def shares(
         self, output: Sequence[Source], steps: Sequence[Step], past: Mapping[int, TokenWeights]
@@ -105,20 +111,22 @@ class OutputReads:
                 return [None] * len(output)
             return [link.rmatvec(_normalized(read)) for _, link in output]
         mixers = [s if s < 0 else steps[s].calls[0] for s, _ in output]
-        read_of = [one for i in mixers if (one := self._read_of(i, past.get(i))) is not None]
-        whole = reduce(torch.add, [one.sum(1) for one in read_of], torch.zeros(()))
+        read_of = [
+            strength for i in mixers if (strength := self._read_of(i, past.get(i))) is not None
+        ]
+        whole = reduce(torch.add, [strength.sum(1) for strength in read_of], torch.zeros(()))
         if len(read_of) < len(mixers) or not bool((whole > 0).all()):
             return [None] * len(mixers)
-        found = [_normalized(one) for one in read_of]
+        shares = [_normalized(strength) for strength in read_of]
         streams = joined(self.graph, self.root, output, steps)
         if streams is not None:
-            sums = [one.view(self.graph.batch, -1).mean(1, keepdim=True) for one in streams]
-            found = [one * part.to(one) for one, part in zip(found, sums, strict=True)]
+            sums = [stream.view(self.graph.batch, -1).mean(1, keepdim=True) for stream in streams]
+            shares = [share * part.to(share) for share, part in zip(shares, sums, strict=True)]
         if past:
             sizes = [self._read_of(i, past.get(i), power=2) for i in mixers]
-            parts = portions([one.sum(1, keepdim=True) for one in sizes if one is not None])
-            found = [one * part for one, part in zip(found, parts, strict=True)]
-        return list(found)
+            parts = portions([size.sum(1, keepdim=True) for size in sizes if size is not None])
+            shares = [share * part for share, part in zip(shares, parts, strict=True)]
+        return list(shares)
 
     def past_pool(
         self, steps: list[Step], shares: list[Tensor | None]
@@ -130,10 +138,10 @@ class OutputReads:
         much as the mixers counts one, next to these, as it does where it joins them.
         """
         graph = self.graph
-        main = [one for one in shares if one is not None]
+        main = [share for share in shares if share is not None]
         if not self._left or not main or len(main) < len(shares):
             return {}, shares, 1.0
-        left = {k: graph.in_order(k, one) for k, one in self._left.items()}
+        left = {k: graph.in_order(k, strength) for k, strength in self._left.items()}
         # A residual stream that joins where tokens are no longer apart is one where it is read at
         # the tokens of the mixers, and else goes past them.
         left = {k: w for k, w in left.items() if k in self._gathered or not _is_any_alike(w, main)}
@@ -145,14 +153,14 @@ class OutputReads:
                 around = tuple(back for back, k in last.items() if k not in apart)
                 steps[s] = replace(step, around=around)
         past = self._last_of_streams(left, steps)
-        found = self._read_at(graph.exits[max(graph.direct[graph.end])])
-        sums = {k: one.sum(1, keepdim=True) for k, one in past.items()}
-        own = next(iter(sums.values())) if found is None else found.sum(1, keepdim=True)
-        total = reduce(torch.add, sums.values(), own)
-        shares = [one * (own / total) for one in main]
-        of_streams = reduce(torch.add, (sums[k] for k in apart & sums.keys()), 0 * own)
-        factor = total / (total - torch.minimum(own, of_streams))
-        return {k: one / total for k, one in past.items()}, shares, factor
+        read = self._read_at(graph.exits[max(graph.direct[graph.end])])
+        sums = {k: strength.sum(1, keepdim=True) for k, strength in past.items()}
+        main_sum = next(iter(sums.values())) if read is None else read.sum(1, keepdim=True)
+        total = reduce(torch.add, sums.values(), main_sum)
+        shares = [share * (main_sum / total) for share in main]
+        of_streams = reduce(torch.add, (sums[k] for k in apart & sums.keys()), 0 * main_sum)
+        factor = total / (total - torch.minimum(main_sum, of_streams))
+        return {k: strength / total for k, strength in past.items()}, shares, factor
 
     def _last_of_streams(self, left: dict[int, Tensor], steps: Sequence[Step]) -> dict[int, Tensor]:
         # What is read of the last mixers alone: a residual stream there holds the earlier ones.
@@ -160,14 +168,17 @@ class OutputReads:
         while left:
             k = max(left)
             past[k] = left.pop(k)
-            step = next((one for one in steps if k in one.calls), None)
+            step = next((candidate for candidate in steps if k in candidate.calls), None)
             stream = graph.read_by(k) if step and step.around else frozenset()
             if not stream <= self._left.keys() or (step and len(step.calls) > 1):
                 how = "past all others, without the residual stream there"
                 raise graph.refused(k, graph.end, how)
             graph.refuse_mixers(graph.end, k)
-            rest = {m: one * (past[k] == 0) if m in stream else one for m, one in left.items()}
-            left = {m: one for m, one in rest.items() if bool(one.any())}
+            rest = {
+                m: strength * (past[k] == 0) if m in stream else strength
+                for m, strength in left.items()
+            }
+            left = {m: strength for m, strength in rest.items() if bool(strength.any())}
         return past
 
     def balance(
@@ -214,14 +225,14 @@ class OutputReads:
         if root is None or self.pool is None or T < 2:
             return None
         leaves = {i: graph.exits[i] for i in range(graph.end) if graph.tokens(i) == T}
-        found = token_tensors(root, [self.pool, *graph.leaves], T, graph.batch)
-        ends = {graph.end + k: point for k, point in enumerate(found)}
+        points = token_tensors(root, [self.pool, *graph.leaves], T, graph.batch)
+        ends = {graph.end + k: point for k, point in enumerate(points)}
         if not ends or not is_mixed(ends, leaves, Orders(graph.batch)):
             return None
-        kinds = sorted({kind for p in found for kind in graph.kinds_before(p, [self.pool])})
+        kinds = sorted({kind for p in points for kind in graph.kinds_before(p, [self.pool])})
         how = ", ".join(kind for kind in kinds if kind.startswith(MIXERS))
         pool = self.pool.edge.node
-        if not how and not any(goes_through_activation(p.edge.node, pool) for p in found):
+        if not how and not any(goes_through_activation(p.edge.node, pool) for p in points):
             return ""
         how = f" ({how})" if how else ""
         return f"after {graph.name(graph.end - 1)} tokens are mixed by no known mixer{how}"
@@ -246,19 +257,19 @@ class OutputReads:
         # How strongly tokens after mixer i are read, in the model's order.
         leaf = self.graph.exits[i]
         if past is None and power == 1:
-            found = self._read_at(leaf)
+            read = self._read_at(leaf)
         else:
-            (found,) = self._weights([leaf], () if past is None else past.around, power=power)
-            if found is not None and past is not None and past.kept is not None:
-                found = found * past.kept.to(found)
-        return None if found is None else self.graph.in_order(i, found)
+            (read,) = self._weights([leaf], () if past is None else past.around, power=power)
+            if read is not None and past is not None and past.kept is not None:
+                read = read * past.kept.to(read)
+        return None if read is None else self.graph.in_order(i, read)
 
 
 def _is_any_alike(read: Tensor, others: Sequence[Tensor]) -> bool:
     # Whether tokens are read in the same shares as in any of the others.
     shares = _normalized(read)
-    alike = (one for one in others if one.shape == shares.shape)
-    return any(bool((shares - one).abs().max() <= 1e-6 * one.max()) for one in alike)
+    alike = (other for other in others if other.shape == shares.shape)
+    return any(bool((shares - other).abs().max() <= 1e-6 * other.max()) for other in alike)
 
 
 def _normalized(read: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Rejoined:
         count = width if width <= 16 else max(2, 256 // width)
         total = torch.zeros(2, self.way.root.tokens, dtype=torch.float64)
         for seed in orthogonal(self.way.leaf, batch, count, seed=1):
-            total += torch.stack([one.square().sum(-1) for one in self._moved(seed)]).to(total)
+            total += torch.stack([moved.square().sum(-1) for moved in self._moved(seed)]).to(total)
         mine, stream = total.sqrt()
         ratio = torch.where(mine > 0, mine / stream.clamp(min=1e-150), 0)
         return torch.where(self.is_subtracted, -ratio, ratio).view(batch, -1)
@@ -84,7 +84,7 @@ class Rejoined:
             # All tokens move alike: others may be read by it than by the stream.
             mine, stream = self._moved(seed[:1].expand_as(seed))
             products = (mine * stream, mine.square(), stream.square())
-            total += torch.stack([one.sum(-1) for one in products]).to(total)
+            total += torch.stack([product.sum(-1) for product in products]).to(total)
         both, *sizes = total
         return both < -0.5 * (sizes[0] * sizes[1]).sqrt()
 
@@ -117,17 +117,19 @@ def rejoined(graph: MixerGraph, i: int, leads: Sequence[int]) -> list[Rejoined]:
     if root is None:
         return []
     streams, others = _joining(graph, root, leads)
-    found = []
+    states = []
     for made_of, sides in others.items():
         last = max(made_of)
-        first = next((one[0] for one in graph.groups if graph.read_by(one[0]) == made_of), None)
+        first = next(
+            (group[0] for group in graph.groups if graph.read_by(group[0]) == made_of), None
+        )
         if not any(k is not None and graph.is_same_grid(leads[0], k) for k in (first, last)):
             continue  # finer or coarser tokens: a skip
         larger = [side.edge for other, its in others.items() if other > made_of for side in its]
         past = TokenWeights(root, graph.leaf(last), graph.batch, tuple(streams))
         way = replace(past, around=(*streams, *larger))
-        found.append(Rejoined(made_of, first, way, past, all(side.is_factor for side in sides)))
-    return found
+        states.append(Rejoined(made_of, first, way, past, all(side.is_factor for side in sides)))
+    return states
 
 
 def is_in_stream(graph: MixerGraph, i: int, leads: Sequence[int], made_of: frozenset[int]) -> bool:
@@ -163,6 +165,6 @@ def _joining(
 
 def _pulled(way: TokenWeights, seed: Tensor) -> Tensor:
     with pulling(way) as pull:
-        found = pull(seed)
+        gradient = pull(seed)
     leaf = way.leaf
-    return seed.new_zeros(leaf.tokens, leaf.width) if found is None else leaf.flat(found)
+    return seed.new_zeros(leaf.tokens, leaf.width) if gradient is None else leaf.flat(gradient)

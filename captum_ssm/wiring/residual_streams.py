@@ -27,14 +27,14 @@ def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, .
         return (0,)  # not recorded
     before = frozenset[int]().union(*(graph.before[i] for i in group))
     tokens = graph.exits[group[0]].tokens if finer else None
-    found = {graph.cut.added(root, group, before, tokens) for root in nexts}
+    additions = {graph.cut.added(root, group, before, tokens) for root in nexts}
     name = graph.name(group[0])
-    if len(found) > 1:
+    if len(additions) > 1:
         raise UnsupportedModelError(
             f"{name} returns tokens that are read with a residual stream here and without it, "
             f"or with another one, there; expected the same for all that read them. {ADVICE}"
         )
-    (added,) = found
+    (added,) = additions
     if added and all(_is_taken_off(graph, step, root, added) for root in nexts):
         return ()
     rest, streams = added, []
@@ -58,10 +58,10 @@ def is_given_stream(graph: MixerGraph, step: int) -> bool | None:
     They are not where they are given what a norm makes of it.
     """
     group, nexts = graph.groups[step], _nexts(graph, step)
-    given = graph.entries[group[0]]
-    if given is None or not nexts:
+    entry = graph.entries[group[0]]
+    if entry is None or not nexts:
         return None
-    return any(graph.cut.is_added(root, group, given) for root in nexts)
+    return any(graph.cut.is_added(root, group, entry) for root in nexts)
 
 
 def _is_taken_off(graph: MixerGraph, step: int, root: Point, added: frozenset[int]) -> bool:
@@ -69,8 +69,8 @@ def _is_taken_off(graph: MixerGraph, step: int, root: Point, added: frozenset[in
     sides = graph.cut.sides(root, graph.groups[step], None)
     if sum(side.count for side in sides if not side.is_factor) < 2:
         return False
-    found = gradients([root], [root.noise()], [graph.leaf(i) for i in added])
-    return not any(one is not None and bool(one.any()) for one in found)
+    pulled = gradients([root], [root.noise()], [graph.leaf(i) for i in added])
+    return not any(gradient is not None and bool(gradient.any()) for gradient in pulled)
 
 
 def _nexts(graph: MixerGraph, step: int) -> list[Point]:

@@ -63,7 +63,7 @@ class Skips:
                 continue
             # No way goes through a mixer, where the graph was left whole.
             cut = [*joints.stream, *(point.edge for m, point in graph.exits.items() if 0 <= m != k)]
-            cut += [edge for edge, one in made_of.items() if k in known - one]
+            cut += [edge for edge, leads in made_of.items() if k in known - leads]
             way = TokenWeights(root, graph.exits[k], graph.batch, tuple(cut))
             if handed is not None:
                 self.partial.add(j)
@@ -86,9 +86,9 @@ class Skips:
             return None
         return graph.cut.joints(root, entries)
 
-    def _leads(self, found: Iterable[int]) -> set[int]:
+    def _leads(self, leaves: Iterable[int]) -> set[int]:
         # An input may be left out, where it is known which token is which patch.
-        return {self.graph.lead(i) for i in found if i in self.graph.exits}
+        return {self.graph.lead(i) for i in leaves if i in self.graph.exits}
 
     def _start(self, i: int) -> set[int]:
         # What the first of the mixers reads that work on the same tokens.
@@ -116,7 +116,7 @@ class Skips:
             for token, source in zip(made.root.tolist(), made.leaf.tolist(), strict=True):
                 made_of[token].add(source)
             reads = zip(by_j.root.tolist(), graph.order(j)[by_j.leaf].tolist(), strict=True)
-            together = {(token, one) for token, read in reads for one in made_of[read]}
+            together = {(token, earlier) for token, read in reads for earlier in made_of[read]}
             known = zip(by_k.root.tolist(), graph.order(k)[by_k.leaf].tolist(), strict=True)
             alike = torch.tensor([read in together for read in known], dtype=torch.bool)
             if bool(torch.isin(by_k.leaf[alike], by_k.leaf[~alike]).any()):
@@ -144,8 +144,8 @@ class Skips:
         if link is None:
             return None
         if isinstance(link.transport, PatchWeights):
-            found = Pairs.of_reader(link.transport.owner)
-            return replace(found, leaf=graph.order(k)[found.leaf])
+            paired = Pairs.of_reader(link.transport.owner)
+            return replace(paired, leaf=graph.order(k)[paired.leaf])
         if link.source is None:
             return None
         S = graph.tokens(k)
@@ -169,5 +169,5 @@ def _is_read(way: TokenWeights) -> bool:
 
 def _read_all(ways: Iterable[TokenWeights]) -> bool:
     # Whether each token of the root reads something by one of the ways.
-    found = [pushed(way, way.leaf.unflat(way.leaf.noise()))[0] for way in ways]
-    return bool(torch.stack([(one != 0).any(-1) for one in found]).any(0).all())
+    derivatives = [pushed(way, way.leaf.unflat(way.leaf.noise()))[0] for way in ways]
+    return bool(torch.stack([(derivative != 0).any(-1) for derivative in derivatives]).any(0).all())

@@ -111,9 +111,9 @@ class TokenMaps:
         self._check_unread(i, [link for _, link in direct])
         graph.orders.setdefault(i, None)
         graph.put(i)
-        found = MixerReads(direct, again, past, is_aside)
-        self._read_by[i] = found.every
-        return found
+        reads = MixerReads(direct, again, past, is_aside)
+        self._read_by[i] = reads.every
+        return reads
 
     def leak(self, i: int, leaves: Sequence[int], around: Sequence[GradientEdge] = ()) -> None:
         """Raise where tokens given to i read others most of all; say it where they do at all."""
@@ -141,8 +141,8 @@ class TokenMaps:
         if any({i, j} <= group for group in self._unmixed):
             graph.orders.setdefault(i, graph.orders.get(j))
             return TokenMap()
-        found = self._pairs(root, j)
-        source = self._source(found, i, j)
+        paired = self._pairs(root, j)
+        source = self._source(paired, i, j)
         is_alike = root.tokens == leaf.tokens
         if source is not None:
             if is_alike and bool((source >= 0).all()):
@@ -155,7 +155,7 @@ class TokenMaps:
             graph.orders.setdefault(i, graph.orders.get(j))
             # Tokens that act on one another, each in its place, are looked at when all are known.
             return None if self._is_exchanged(i, j) else TokenMap()
-        return self._weights(i, j, None if found is None else found.reader)
+        return self._weights(i, j, None if paired is None else paired.reader)
 
     def _pairs(self, root: Point, j: int) -> Pairs | None:
         # Which tokens of j each token reads; None where they are mixed.
@@ -166,10 +166,10 @@ class TokenMaps:
             return None
         return pairs(TokenWeights(root, leaf, B), repeated=root.tokens > leaf.tokens)
 
-    def _source(self, found: Pairs | None, i: int, j: int) -> Tensor | None:
+    def _source(self, paired: Pairs | None, i: int, j: int) -> Tensor | None:
         # The model's token of j that each token given to i reads, -1 for none; None for several.
         root = self.graph.entries[i]
-        source = None if root is None or found is None else found.source(root.tokens)
+        source = None if root is None or paired is None else paired.source(root.tokens)
         if source is None:
             return None
         return torch.where(source >= 0, self.graph.order(j)[source.clamp(min=0)], -1)
@@ -221,8 +221,8 @@ class TokenMaps:
             return True
         seed = root.noise()
         seed[root.tokens // self.graph.batch :] = 0
-        (found,) = gradients([root], [seed], [leaf])
-        return found is None or not bool(found[leaf.tokens // self.graph.batch :].any())
+        (gradient,) = gradients([root], [seed], [leaf])
+        return gradient is None or not bool(gradient[leaf.tokens // self.graph.batch :].any())
 
     def _link_past(self, i: int, j: int) -> dict[int, TokenWeights]:
         """Link i to what it reads past j: other tokens, or those of j in other places.
@@ -269,23 +269,23 @@ class TokenMaps:
         It counts as much as it adds, where the stream counts one. The leads get what is left.
         """
         graph = self.graph
-        found = [
+        joining = [
             (state, reads)
             for state in rejoined(graph, i, leads)
             if (reads := self._reads_of(i, state)) and bool(state.strength.any())
         ]
-        if not found:
+        if not joining:
             return (), False
-        strengths = [graph.in_order(i, state.strength) for state, _ in found]
+        strengths = [graph.in_order(i, state.strength) for state, _ in joining]
         whole = 1 + reduce(torch.add, [strength.abs() for strength in strengths])
         for j in leads:
             graph.links[i, j] = graph.links[i, j].of(1 / whole)
         again = tuple(
             (step, link.of(strength / whole))
-            for (_, reads), strength in zip(found, strengths, strict=True)
+            for (_, reads), strength in zip(joining, strengths, strict=True)
             for step, link in reads
         )
-        in_stream = [is_in_stream(graph, i, leads, state.made_of) for state, _ in found]
+        in_stream = [is_in_stream(graph, i, leads, state.made_of) for state, _ in joining]
         return again, i < graph.end and not any(in_stream)
 
     def _reads_of(self, i: int, state: Rejoined) -> tuple[Source, ...]:
@@ -301,12 +301,12 @@ class TokenMaps:
                 raise graph.refused(i, k, "once more, without the residual stream there")
             return ((graph.step_of[k], TokenMap()),)
         # Such as an input that is added once more, turned around, after later mixers.
-        found = pairs(way) if way.leaf.tokens == way.root.tokens else None
-        if found is None:  # mixed, which is refused or said
+        paired = pairs(way) if way.leaf.tokens == way.root.tokens else None
+        if paired is None:  # mixed, which is refused or said
             graph.refuse_mixers(i, k)
             self.leak(i, [k], way.around)
             return ()
-        source = self._source(found, i, k)
+        source = self._source(paired, i, k)
         if source is None or not is_whole:
             raise graph.refused(k, i, "in other places, without the residual stream there")
         return ((graph.step_of[k], self._sourced(i, k, graph.in_order(i, source).flatten())),)
@@ -314,7 +314,7 @@ class TokenMaps:
     def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:
         # Tokens that are made of none that are known are made of nothing else.
         graph, root = self.graph, self.graph.entries[i]
-        sources = [one.source for one in links if one.source is not None]
+        sources = [link.source for link in links if link.source is not None]
         if root is None or not sources or len(sources) < len(links):
             return
         read = torch.stack([source >= 0 for source in sources]).any(0)
@@ -322,8 +322,8 @@ class TokenMaps:
             return
         seed = root.noise()
         seed = seed * ~read.repeat(graph.batch)[:, None].to(seed.device)
-        for k, found in zip(graph.exits, gradients([root], [seed], graph.leaves), strict=True):
-            if found is not None and bool(found.any()):
+        for k, gradient in zip(graph.exits, gradients([root], [seed], graph.leaves), strict=True):
+            if gradient is not None and bool(gradient.any()):
                 raise graph.refused(i, k, "past a mixer that is given some of their copies")
 
     def _is_exchanged(self, i: int, j: int) -> bool:
@@ -348,13 +348,13 @@ class TokenMaps:
             i, j, "by something that is not a mixer, past which others are read"
         )
         held = gathered(root, graph.exits[j], graph.batch)
-        stream = [one.point for one in held if one.is_in_place][-1]
-        found, way = graph.cut.joints(root, [stream]), TokenWeights(root, stream, graph.batch)
+        stream = [tensor.point for tensor in held if tensor.is_in_place][-1]
+        joints, way = graph.cut.joints(root, [stream]), TokenWeights(root, stream, graph.batch)
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
-        if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
+        if others or joints.leaves or len(joints.stream) != 1 or len(joints.past) > 1:
             raise unclear
         share, again = None, tuple[Source, ...]()
-        for edge in found.past:
+        for edge in joints.past:
             first = next((k for k, *_ in graph.groups if self._is_given(k, edge)), None)
             share = self._share_of(way, edge)
             if share is None or first is None:
@@ -366,8 +366,8 @@ class TokenMaps:
         # The part of each token that comes by a way; the rest is the token there in its place.
         for point in points(edge, way.batch):
             past = TokenWeights(way.root, point, way.batch, (way.leaf.edge,))
-            found = pairs(past, repeated=False) if point.tokens == way.root.tokens else None
-            reader = None if found is None else found.reader
+            paired = pairs(past, repeated=False) if point.tokens == way.root.tokens else None
+            reader = None if paired is None else paired.reader
             if reader is not None and torch.equal(reader, torch.arange(point.tokens)):
                 return shares([way, past])[0]
         return None

@@ -27,8 +27,8 @@ class Orders(dict[int, "Tensor | None"]):
     def put(self, mixer: int, other: int, same: Tensor) -> None:
         """Say that token t of a mixer is token ``same[t]`` of another."""
         order = self.get(other)
-        found = same if order is None else order[same]
-        self[mixer] = None if torch.equal(found, torch.arange(len(found))) else found
+        tokens = same if order is None else order[same]
+        self[mixer] = None if torch.equal(tokens, torch.arange(len(tokens))) else tokens
 
     def of_example(self, source: Tensor, count: int, earlier: int) -> Tensor | None:
         """Indices ``(B T,)`` of all examples' tokens as those of one of S, if all examples agree.

@@ -79,10 +79,10 @@ class TokenMap:
 
     def matmul(self, matrix: Tensor) -> Tensor:
         """``(B, S, ...)``, one row per earlier token, as ``(B, T, ...)``."""
-        found = self._read(matrix)
+        rows = self._read(matrix)
         if self.share is None:
-            return found
-        return found * self.share.to(found).view(*self.share.shape, *[1] * (found.dim() - 2))
+            return rows
+        return rows * self.share.to(rows).view(*self.share.shape, *[1] * (rows.dim() - 2))
 
     def matvec(self, values: Tensor, probes: int) -> Tensor:
         """Means ``(B, T, k)`` of ``values (B, S, k)`` in [0, 1] of the earlier tokens.
@@ -103,10 +103,10 @@ class TokenMap:
         source = self.source.to(matrix.device)
         return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
 
-    def _placed(self, found: Tensor) -> Tensor:
+    def _placed(self, weights: Tensor) -> Tensor:
         if self.order is None:
-            return found
-        return found[..., torch.argsort(self.order).to(found.device)]
+            return weights
+        return weights[..., torch.argsort(self.order).to(weights.device)]
 
 
 # A step (or INPUT), and how its tokens are read.
@@ -199,13 +199,13 @@ class Wiring:
     @property
     def read(self) -> frozenset[int]:
         """The steps that the output is made of. What a model computes aside may be read nowhere."""
-        found, left = set[int](), [i for i, _ in self.output]
+        steps, left = set[int](), [i for i, _ in self.output]
         while left:
             step = left.pop()
-            if step >= 0 and step not in found:
-                found.add(step)
+            if step >= 0 and step not in steps:
+                steps.add(step)
                 left += [i for i, _ in self.steps[step].reads]
-        return frozenset(found)
+        return frozenset(steps)
 
     @property
     def neighbor_percent(self) -> str:
@@ -248,14 +248,14 @@ class Wiring:
     @property
     def grids(self) -> list[list[int]]:
         """The steps that work on the same tokens, one after the other."""
-        found: list[list[int]] = []
+        grids: list[list[int]] = []
         for i, step in enumerate(self.steps):
             same = any(s == i - 1 and not link.count for s, link in step.reads)
-            if found and same and step.tokens == self.steps[i - 1].tokens:
-                found[-1].append(i)
+            if grids and same and step.tokens == self.steps[i - 1].tokens:
+                grids[-1].append(i)
             else:
-                found.append([i])
-        return found
+                grids.append([i])
+        return grids
 
     def said(self) -> Iterator[str]:
         """What maps through the layers do not show, or count all the same, for warnings."""
@@ -285,8 +285,8 @@ class Wiring:
             return tuple(read for read in reads if read[0] >= step)
 
         steps = [
-            replace(one, reads=kept(one.reads), is_aside=one.is_aside and kept(one.reads)[1:] != ())
-            for one in self.steps
+            replace(old, reads=kept(old.reads), is_aside=old.is_aside and kept(old.reads)[1:] != ())
+            for old in self.steps
         ]
         return replace(self, steps=steps, output=kept(self.output))
 
@@ -324,14 +324,14 @@ class Wiring:
         for (last, _), w in zip(self.output, at_output, strict=True):
             at[last].append(w)
         for i in progress(range(len(self.steps) - 1, -1, -1), "layers"):
-            step, given = self.steps[i], list[Tensor]()
-            found = through(i, reduce(torch.add, at.pop(i))) if i in at else {}
-            for leaving, w in found.items():
+            step, aside = self.steps[i], list[Tensor]()
+            carried = through(i, reduce(torch.add, at.pop(i))) if i in at else {}
+            for leaving, w in carried.items():
                 if leaving is None and step.is_aside:
-                    given.append(w)
+                    aside.append(w)
                 else:
                     before[i if leaving is None else leaving].append(w)
-            for reads, some in ((step.reads, given), (step.stream, before.pop(i, []))):
+            for reads, some in ((step.reads, aside), (step.stream, before.pop(i, []))):
                 for earlier, link in (reads or ((INPUT, TokenMap()),)) if some else ():
                     if to_inputs or earlier >= 0:
                         at[earlier].append(link.rmatvec(reduce(torch.add, some)))
@@ -389,6 +389,6 @@ def side_by_side(direct: dict[int, frozenset[int]]) -> list[list[int]]:
     """The steps: mixers that read the same, and are read by the same."""
     groups: dict[Any, list[int]] = {}
     for i in range(max(direct)):
-        read_by = frozenset(j for j, one in direct.items() if i in one)
+        read_by = frozenset(j for j, read in direct.items() if i in read)
         groups.setdefault((direct[i], read_by), []).append(i)
     return sorted(groups.values())
