@@ -54,12 +54,12 @@ def numbers(text: str | None, name: str) -> list[int] | None:
     if text is None:
         return None
     try:
-        found = [int(part) for part in text.replace(",", " ").split()]
+        ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f"{name} is {text!r}; expected token ids such as '3,1,4'.") from None
-    if not found:
+    if not ids:
         raise ValueError(f"{name} is {text!r}, which holds no token; give at least one.")
-    return found
+    return ids
 
 
 def write(

@@ -69,14 +69,16 @@ def run(args: argparse.Namespace) -> None:
     with quiet():
         model = load_model(args, images=False)
         tokenizer = load_tokenizer(args.model) if args.ids is None else None
-        found = explain(model, tokenizer, **asked, circuit=True)
-    (example,) = found.examples
+        explanation = explain(model, tokenizer, **asked, circuit=True)
+    (example,) = explanation.examples
     if not example.circuits:
-        raise ValueError(f"{args.model} has no circuit here: {'; '.join(found.settings['notes'])}")
+        raise ValueError(
+            f"{args.model} has no circuit here: {'; '.join(explanation.settings['notes'])}"
+        )
     for circuit in example.circuits:
         _show(circuit, args.edges)
-    title, graph = found.title, example.circuits[0]
-    write(found, args.output, figure=partial(_figure, graph, title), dpi=200)
+    title, graph = explanation.title, example.circuits[0]
+    write(explanation, args.output, figure=partial(_figure, graph, title), dpi=200)
 
 
 def _figure(circuit: Mapping[str, Any], title: str) -> Any:

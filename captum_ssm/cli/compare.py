@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> None:
     for path in paths:
         check_file(path)
     first, second = (Explanation.load(path) for path in paths)
-    names = [{plain(m.name): m.name for m in one.methods} for one in (first, second)]
+    names = [
+        {plain(m.name): m.name for m in explanation.methods} for explanation in (first, second)
+    ]
     if args.methods is not None:
         pair = [_named(*each) for each in zip(args.methods, names, paths, strict=True)]
     elif args.second is None:
@@ -67,15 +69,15 @@ def run(args: argparse.Namespace) -> None:
         title = " minus ".join(pair)
         first, second = _in_shares(first, pair[0], title), _in_shares(second, pair[1], title)
         print(f"{title}, in shares of each method's total magnitude:")
-    found = first.difference(second)
-    show(found, args.units)
-    write(found, args.output, args.units)
+    difference = first.difference(second)
+    show(difference, args.units)
+    write(difference, args.output, args.units)
 
 
-def _named(given: str, known: Mapping[str, str], path: Path) -> str:
-    if plain(given) not in known:
-        raise ValueError(f"--methods holds {given!r}; {path} has {listed(known.values())}.")
-    return known[plain(given)]
+def _named(name: str, known: Mapping[str, str], path: Path) -> str:
+    if plain(name) not in known:
+        raise ValueError(f"--methods holds {name!r}; {path} has {listed(known.values())}.")
+    return known[plain(name)]
 
 
 def _in_shares(explanation: Explanation, name: str, new_name: str) -> Explanation:

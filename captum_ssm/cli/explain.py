@@ -201,14 +201,14 @@ def run(args: argparse.Namespace) -> None:
     asked, lines = _checked(args)
     with quiet():
         try:
-            found = _image(args, asked) if args.image is not None else _texts(args, asked)
+            explanation = _image(args, asked) if args.image is not None else _texts(args, asked)
         except ValueError as error:
             raise ValueError(_as_flags(str(error), args.input, lines)) from error
     if args.input is None:
-        show(found, args.units)
+        show(explanation, args.units)
     else:
-        show_summary(found, lines)
-    write(found, args.output, args.units, partial(_figure, found, args.units))
+        show_summary(explanation, lines)
+    write(explanation, args.output, args.units, partial(_figure, explanation, args.units))
 
 
 def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
@@ -309,11 +309,11 @@ def is_classifier(model: Any) -> bool:
     return type(model).__name__.endswith("Classification")
 
 
-def class_of(given: Any) -> Any:
+def class_of(target: Any) -> Any:
     """A class by its number, where a text is one, or by its name."""
-    if isinstance(given, list):
-        return [class_of(one) for one in given]
-    return int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(target, list):
+        return [class_of(name) for name in target]
+    return int(target) if isinstance(target, str) and target.isdecimal() else target
 
 
 def _span(text: str | None) -> str | tuple[int, ...] | None:

@@ -35,14 +35,14 @@ def read_texts(path: Path) -> Texts:
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            found = _table(file, path) if path.suffix == ".csv" else _lines(file.read())
+            texts = _table(file, path) if path.suffix == ".csv" else _lines(file.read())
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(
             f"--input is {path}, which cannot be read as text: {error}. Save it as UTF-8."
         ) from error
-    if not found.texts:
+    if not texts.texts:
         raise ValueError(f"--input is {path}, which holds no text; write one per line.")
-    return found
+    return texts
 
 
 def read_messages(path: Path) -> Any:
@@ -74,17 +74,17 @@ def _table(file: Iterable[str], path: Path) -> Texts:
             f"--input is {path}, with the columns {', '.join(columns) or '(none)'}; expected one "
             "that is named text, and target or against where each text has its own."
         )
-    found = Texts([], [], {name: [] for name in COLUMNS if name in columns})
+    table = Texts([], [], {name: [] for name in COLUMNS if name in columns})
     for row in rows:
         if not (row[texts[0]] or "").strip():
             continue
-        found.lines.append(rows.line_num)
-        found.texts.append(row[texts[0]])
-        for name, values in found.asked.items():
+        table.lines.append(rows.line_num)
+        table.texts.append(row[texts[0]])
+        for name, values in table.asked.items():
             if not row[name]:
                 raise ValueError(
                     f"{path}, line {rows.line_num}: the column {name} is empty; fill it in all "
                     "rows, or remove it."
                 )
             values.append(row[name])
-    return found
+    return table

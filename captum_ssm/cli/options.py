@@ -70,7 +70,7 @@ def options_of(args: argparse.Namespace, chosen: Sequence[str]) -> dict[str, dic
     Raises:
         ValueError: for an option that none of the methods has, or a value that it cannot be.
     """
-    found: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    options: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for name, owners in _owners().items():
         text = getattr(args, f"option_{name}")
         if text is None:
@@ -82,13 +82,13 @@ def options_of(args: argparse.Namespace, chosen: Sequence[str]) -> dict[str, dic
                 f"{listed(owners, 'or')}. Choose one of these, or remove {flag(name)}."
             )
         for method in takers:
-            found[method][name] = _value(owners[method], text)
+            options[method][name] = _value(owners[method], text)
     for method in (name for name in chosen if name in methods()):
         # A method checks its options before its inputs, which hold no token here.
         with suppress(InputError):
             explainer = methods()[method](nn.Identity())
-            explainer.attribute(torch.zeros(1, 0, dtype=torch.long), **found[method])
-    return found
+            explainer.attribute(torch.zeros(1, 0, dtype=torch.long), **options[method])
+    return options
 
 
 def method_named(text: str) -> str:
@@ -100,11 +100,11 @@ def method_named(text: str) -> str:
 
 def _owners() -> dict[str, dict[str, Option]]:
     # By option: the methods that have it.
-    found: dict[str, dict[str, Option]] = {}
+    owners: dict[str, dict[str, Option]] = {}
     for method, cls in methods().items():
         for name, option in cls.options().items():
-            found.setdefault(name, {})[method] = option
-    return found
+            owners.setdefault(name, {})[method] = option
+    return owners
 
 
 def _value(option: Option, text: str) -> Any:

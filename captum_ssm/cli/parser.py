@@ -22,7 +22,7 @@ COMMANDS = {
 }
 
 
-def parse(given: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What a command was asked for; ``run`` is the function that does it.
 
     Raises:
@@ -43,14 +43,14 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for name, told in COMMANDS.items():
         command = commands.add_parser(name, help=told, description=told, allow_abbrev=False)
-        if name in given[:1]:
+        if name in arguments[:1]:
             module = import_module(f"captum_ssm.cli.{name}")
             module.add(command)
             command.set_defaults(run=module.run)
-    if "--model" in given[1:-1] and given[0] != "run":  # the form of earlier versions
-        i = list(given).index("--model")
-        given = [given[0], given[i + 1], *given[1:i], *given[i + 2 :]]
-    return parser.parse_args(given)
+    if "--model" in arguments[1:-1] and arguments[0] != "run":  # the form of earlier versions
+        i = list(arguments).index("--model")
+        arguments = [arguments[0], arguments[i + 1], *arguments[1:i], *arguments[i + 2 :]]
+    return parser.parse_args(arguments)
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
@@ -64,9 +64,9 @@ def plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A suggestion; empty where nothing is close."""
-    near = closest(given.lower().replace("_", "-"), known)
+    near = closest(name.lower().replace("_", "-"), known)
     return "" if near is None else f"Did you mean {near}?"
 
 
@@ -92,7 +92,7 @@ class _Command(_Parser):
                 self.error(
                     f"{self.prog} has no option {name}. {did_you_mean(name, known)}".rstrip()
                 )
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"{' '.join(rest)!r} was not expected. Quote a text of several words.")
-        return found, rest
+        return parsed, rest

@@ -79,21 +79,21 @@ def run(args: argparse.Namespace) -> None:
     with quiet():
         model, tokenizer = load_model(args, images=False), load_tokenizer(args.model)
         how = {"bound": bound_of(args.bound), "temperature": args.temperature, "methods": methods}
-        found = replay(model, tokenizer, records, **how)
-    for example in found.examples:
+        explanation = replay(model, tokenizer, records, **how)
+    for example in explanation.examples:
         assert example.replay is not None
         _show(example.name, example.replay)
-    show(found)
-    write(found, args.output)
+    show(explanation)
+    write(explanation, args.output)
 
 
 def _records(log: Path, requests: Path | None) -> list[Any]:
     # The records of a file, with the requests of another one.
-    found = log_entries(log)
+    entries = log_entries(log)
     if requests is not None:
-        found = with_requests(found, log_entries(requests))
-    held = list(found)
-    failed = next((one for one in held if isinstance(one, Exception)), None)
+        entries = with_requests(entries, log_entries(requests))
+    held = list(entries)
+    failed = next((entry for entry in held if isinstance(entry, Exception)), None)
     if failed is not None:
         raise failed
     return held
@@ -123,8 +123,8 @@ def _show(name: str, replay: Replay) -> None:
         f"  {len(replay.tokens)} log probabilities differ from the recorded ones by at most "
         f"{replay.max:.4f}, {replay.mean:.4f} in the mean"
     )
-    for one in sorted(replay.tokens, key=lambda one: -abs(one.difference))[:TOP]:
+    for token in sorted(replay.tokens, key=lambda token: -abs(token.difference))[:TOP]:
         print(
-            f"  {one.position:6d}  {visible(one.text):16s} recorded {one.recorded:9.4f}  "
-            f"here {one.local:9.4f}  {one.difference:+.4f}"
+            f"  {token.position:6d}  {visible(token.text):16s} recorded {token.recorded:9.4f}  "
+            f"here {token.local:9.4f}  {token.difference:+.4f}"
         )

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
             check_no_text(args, f"{args.model} reads no text")
         if tokenizer is None or is_classifier(model):
             asked |= {name: class_of(asked[name]) for name in ("target", "against")}
-        found = explain_dataset(
+        explained = explain_dataset(
             model,
             tokenizer,
             dataset,
@@ -142,27 +142,27 @@ def run(args: argparse.Namespace) -> None:
             **asked,
             **known,
         )
-    _close(found)
+    _close(explained)
 
 
-def _columns(given: list[str]) -> dict[str, str]:
-    pairs = [one.partition("=") for one in given]
+def _columns(columns: list[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in columns]
     for role, equals, column in pairs:
         if not role or not equals or not column:
             raise ValueError(
-                f"--columns is {' '.join(given)}; expected ROLE=COLUMN, such as text=review; a "
+                f"--columns is {' '.join(columns)}; expected ROLE=COLUMN, such as text=review; a "
                 f"role is {listed(ROLES, 'or')}."
             )
     return {role: column for role, _, column in pairs}
 
 
 def _dataset(args: argparse.Namespace) -> Any:
-    found, bound = _found(args.dataset, args.split), bound_of(args.bound)
+    source, bound = _found(args.dataset, args.split), bound_of(args.bound)
     if args.served:
-        return ServedLog(found, args.requests, bound, args.temperature)
+        return ServedLog(source, args.requests, bound, args.temperature)
     if (args.requests, bound, args.temperature) != (None, BOUND, 1):
         raise ValueError("--requests, --bound and --temperature are about a log; add --served.")
-    return found
+    return source
 
 
 def _found(name: str, split: str) -> Any:
@@ -183,12 +183,12 @@ def _found(name: str, split: str) -> Any:
     return datasets.load_dataset(name, split=split)
 
 
-def _close(found: ExplainedDataset) -> None:
-    failed = found.errors
+def _close(explained: ExplainedDataset) -> None:
+    failed = explained.errors
     for index in list(failed)[:SHOWN]:
         print(f"row {index}: {failed[index].splitlines()[0]}")
     if len(failed) > SHOWN:
         print(f"... and {len(failed) - SHOWN:,} more rows that failed")
-    so_far = "" if found.is_complete else " so far"
-    count = len(found) - len(failed)
-    print(f"explained {count:,} rows{so_far}, {len(failed):,} failed, in {found.folder}")
+    so_far = "" if explained.is_complete else " so far"
+    count = len(explained) - len(failed)
+    print(f"explained {count:,} rows{so_far}, {len(failed):,} failed, in {explained.folder}")

@@ -24,15 +24,15 @@ def show(explanation: Explanation, units: str = "token") -> None:
     """Print what is explained first at each output, and contrasts, by each method."""
     console = Console(highlight=False, soft_wrap=True)
     colored = console.color_system is not None and not console.no_color
-    for one in explanation:
-        (example,) = one.examples
+    for single in explanation:
+        (example,) = single.examples
         if len(explanation) > 1:
             print(f"\n{visible(example.name)}")
-        for method in one.methods:
-            if len(one.methods) > 1:
+        for method in single.methods:
+            if len(single.methods) > 1:
                 print(f"\n{method.name}")
             for k, output in enumerate(example.outputs):
-                for heading, row in _rows(one, method.name, k, units):
+                for heading, row in _rows(single, method.name, k, units):
                     print(f"\n{heading}")
                     if example.image is not None:
                         _print_patches(row, example.grid)
@@ -58,8 +58,9 @@ def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
     for line, example in zip(lines, explanation.examples, strict=True):
         answers = (output.answers[output.chosen] for output in example.outputs)
         told = " ".join(
-            f"{visible(one.text)!r} {one.logit if one.probability is None else one.probability:.4f}"
-            for one in answers
+            f"{visible(answer.text)!r} "
+            f"{answer.logit if answer.probability is None else answer.probability:.4f}"
+            for answer in answers
         )
         check = example.validation
         won = f"  ({check.winner} wins removal)" if check and check.is_telling else ""
@@ -177,24 +178,24 @@ def _print_patches(row: np.ndarray, grid: tuple[int, ...] | None) -> None:
 
 
 def _in_color(parts: _Parts) -> Text:
-    found, colored = Text(), set(parts.by_size)
+    styled, colored = Text(), set(parts.by_size)
     for i, text in enumerate(parts.texts):
         lead = text[: len(text) - len(text.lstrip())]
         shown = "\n".join(visible(line) if line else line for line in text.lstrip().split("\n"))
-        found.append(lead if lead.isprintable() or set(lead) <= {" ", "\n"} else " ")
+        styled.append(lead if lead.isprintable() or set(lead) <= {" ", "\n"} else " ")
         share = parts.share(i) if i in colored else 0.0
         ink = PAPER if abs(share) > DARK else INK
-        found.append(shown, style=f"{ink} on {_color(share)}" if abs(share) > FAINTEST else "")
-    found.append("\n")
+        styled.append(shown, style=f"{ink} on {_color(share)}" if abs(share) > FAINTEST else "")
+    styled.append("\n")
     for ramp, name in ((AGAINST[:0:-1], " opposes "), (FOR, " supports")):
         for color in ramp:
-            found.append("  ", style=f"on {color}")
-        found.append(name)
+            styled.append("  ", style=f"on {color}")
+        styled.append(name)
     if parts.by_size:
         strongest = parts.by_size[0]
         value = float(parts.row[strongest])
-        found.append(f"; strongest: {visible(parts.texts[strongest])!r} {value:+.4g}")
-    return found
+        styled.append(f"; strongest: {visible(parts.texts[strongest])!r} {value:+.4g}")
+    return styled
 
 
 def _color(share: float) -> str:
@@ -202,5 +203,5 @@ def _color(share: float) -> str:
     ramp = FOR if share >= 0 else AGAINST
     step = abs(share) * (len(ramp) - 1)
     k = min(int(step), len(ramp) - 2)
-    pairs = zip(*(bytes.fromhex(one[1:]) for one in ramp[k : k + 2]), strict=True)
+    pairs = zip(*(bytes.fromhex(color[1:]) for color in ramp[k : k + 2]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (step - k)):02x}" for a, b in pairs)
