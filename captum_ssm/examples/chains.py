@@ -76,11 +76,11 @@ class Puzzle:
     def links(self) -> list[int]:
         """The records on the way from the asked variable to its number, by index."""
         index = {name: k for k, (name, _) in enumerate(self.records)}
-        found, name = [], self.asked
-        while name in index and index[name] not in found:
-            found.append(index[name])
-            name = self.records[found[-1]][1]
-        return found
+        links, name = [], self.asked
+        while name in index and index[name] not in links:
+            links.append(index[name])
+            name = self.records[links[-1]][1]
+        return links
 
     @property
     def thoughts(self) -> list[str]:

@@ -82,12 +82,12 @@ class Chat:
     @property
     def answers(self) -> list[range]:
         """The positions of each of the assistant's turns with its end, among the words."""
-        found, start = [], 0
+        answers, start = [], 0
         for role, words in self.turns:
             if role == "assistant":
-                found.append(range(start + 1, start + len(words) + 2))
+                answers.append(range(start + 1, start + len(words) + 2))
             start += len(words) + 2
-        return found
+        return answers
 
 
 def as_text(words: tuple[str, ...]) -> str:

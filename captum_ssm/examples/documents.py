@@ -74,11 +74,11 @@ class Documents:
 
         An order or a remark is a part of its own, next to the document that holds it.
         """
-        found, start = {}, 0
+        parts, start = {}, 0
         for name, words in self._pieces():
-            found[name] = range(start, start + len(words))
+            parts[name] = range(start, start + len(words))
             start += len(words)
-        return found
+        return parts
 
     @property
     def prompt(self) -> list[str]:
@@ -102,14 +102,14 @@ class Documents:
         return is_reserved(repr((self.people, self.facts)))
 
     def _pieces(self) -> list[tuple[str, list[str]]]:
-        found = []
+        pieces = []
         for k, (person, fact) in enumerate(zip(self.people, self.facts, strict=True)):
             name = f"document {k + 1}"
-            found.append((name, [*name.split(), ":", person, "has", *_phrase(fact), END]))
+            pieces.append((name, [*name.split(), ":", person, "has", *_phrase(fact), END]))
             if k == self.host and self.extra is not None:
-                found.append(("order" if self.is_order else "remark", self._sentence(person)))
+                pieces.append(("order" if self.is_order else "remark", self._sentence(person)))
         question = f"? What does {self.people[self.asked]} have ?".split()
-        return [*found, ("question", question)]
+        return [*pieces, ("question", question)]
 
     def _sentence(self, person: str) -> list[str]:
         assert self.extra is not None

@@ -173,12 +173,12 @@ def scores(model: nn.Module, scenes: Scenes) -> dict[str, float]:
         >>> scenes.scores(right, asked)["digits"]
         1.0
     """
-    found = torch.cat([model(images).argmax(1) for images in scenes.images.split(50)])
-    pairs = scenes.labels.flatten() * len(CLASSES) + found.flatten()
+    predicted = torch.cat([model(images).argmax(1) for images in scenes.images.split(50)])
+    pairs = scenes.labels.flatten() * len(CLASSES) + predicted.flatten()
     table = torch.bincount(pairs, minlength=len(CLASSES) ** 2).view(len(CLASSES), -1).double()
     hits = table.diagonal()
     ious = hits / (table.sum(0) + table.sum(1) - hits)
-    right = (found == scenes.labels).double()
+    right = (predicted == scenes.labels).double()
     inks = [scenes.objects == k for k in range(1, MOST + 1)]
     shares = torch.stack([(right * ink).sum((1, 2)) / ink.sum((1, 2)) for ink in inks])
     shares = shares[~shares.isnan()]

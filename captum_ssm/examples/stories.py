@@ -228,9 +228,9 @@ def make_story(
 
 
 def _drawn(sentence: Callable[[], list[str]], held_out: bool) -> list[str]:
-    while is_held_out(found := sentence()) != held_out:
+    while is_held_out(words := sentence()) != held_out:
         pass
-    return found
+    return words
 
 
 def _facts(rng: random.Random, people: int, held_out: bool) -> list[list[str]]:
