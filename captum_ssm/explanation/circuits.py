@@ -119,7 +119,7 @@ class _Graph:
             nodes = read(tuple[tuple[int, int], ...], path.get("nodes"), f"{place}.nodes")
             steps = [step for step, _ in nodes]  # one twice where a token shift is passed
             is_whole = steps == sorted(steps) and {*steps} == {*range(self.W + 1)}
-            is_whole = is_whole and all(self._at(one, self.W + 1) for one in nodes)
+            is_whole = is_whole and all(self._at(node, self.W + 1) for node in nodes)
             if not (is_whole and math.isfinite(share)):
                 raise Damaged(place, path, f"a share, and a token at each of {self.W + 1} steps")
 
@@ -139,7 +139,7 @@ class _Graph:
     def _at(self, indices: Sequence[Any], stages: int) -> bool:
         # JSON gives whole numbers.
         limits = zip(indices, (stages, self.T), strict=True)
-        return all(isinstance(one, int) and 0 <= one < limit for one, limit in limits)
+        return all(isinstance(index, int) and 0 <= index < limit for index, limit in limits)
 
 
 def _finite(values: Sequence[Number]) -> bool:

@@ -19,7 +19,9 @@ def joined(first: Explanation, second: Explanation) -> Explanation:
     Raises:
         ValueError: where they were explained by different methods or options.
     """
-    mine, theirs = ([(m.name, dict(m.options)) for m in one.methods] for one in (first, second))
+    mine, theirs = (
+        [(m.name, dict(m.options)) for m in explanation.methods] for explanation in (first, second)
+    )
     if mine != theirs:
         raise ValueError(
             f"the explanations were made by {_told(mine)} and by {_told(theirs)}; expected the "
@@ -36,7 +38,7 @@ def difference(first: Explanation, second: Explanation) -> Explanation:
         ValueError: where they are not of the same examples by the same methods, or do not explain
             the same answers.
     """
-    names = [[method.name for method in one.methods] for one in (first, second)]
+    names = [[method.name for method in explanation.methods] for explanation in (first, second)]
     if names[0] != names[1]:
         raise ValueError(
             f"the explanations were made by {', '.join(names[0])} and by {', '.join(names[1])}; "
@@ -68,13 +70,13 @@ def _of_both(first: Explanation, second: Explanation, **changes: Any) -> Explana
 
 
 def _example(a: Example, b: Example) -> Example:
-    texts = [[token.text for token in one.tokens] for one in (a, b)]
+    texts = [[token.text for token in example.tokens] for example in (a, b)]
     inputs = [
         [
             held if held is None else held.tobytes()
-            for held in (one.image, one.series, *(each.image for each in one.pictures))
+            for held in (example.image, example.series, *(each.image for each in example.pictures))
         ]
-        for one in (a, b)
+        for example in (a, b)
     ]
     if texts[0] != texts[1] or inputs[0] != inputs[1]:
         raise ValueError(
@@ -117,11 +119,13 @@ def _renumbered(output: Output, new: dict[int, int]) -> Output:
     return replace(
         output,
         answers=tuple(
-            replace(one, row=None if one.row is None else new.get(one.row))
-            for one in output.answers
+            replace(answer, row=None if answer.row is None else new.get(answer.row))
+            for answer in output.answers
         ),
         contrasts=tuple(
-            replace(one, row=new[one.row]) for one in output.contrasts if one.row in new
+            replace(contrast, row=new[contrast.row])
+            for contrast in output.contrasts
+            if contrast.row in new
         ),
         hops=tuple(new[row] for row in output.hops if row in new),
     )

@@ -65,8 +65,8 @@ class Explanation:
 
     def _replayed(self) -> str:
         # How far the model is from the served one that wrote the answers.
-        replays = [one.replay for one in self.examples if one.replay is not None]
-        sizes = [abs(token.difference) for one in replays for token in one.tokens]
+        replays = [example.replay for example in self.examples if example.replay is not None]
+        sizes = [abs(token.difference) for replay in replays for token in replay.tokens]
         if not sizes:
             return ""
         return (

@@ -37,7 +37,7 @@ def save(explanation: Explanation, path: str | Path) -> None:
     if path.suffix != ".json":
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .json.")
     check_place(path)
-    tensors = map_tensors({e: one.maps for e, one in enumerate(explanation.examples)})
+    tensors = map_tensors({e: explained.maps for e, explained in enumerate(explanation.examples)})
     text = encoded({"format": f"{FORMAT}/{VERSION}"} | vars(explanation))
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
     if tensors:
@@ -49,8 +49,8 @@ def map_tensors(maps: Mapping[int, Sequence[Maps]]) -> dict[str, np.ndarray]:
     return {
         f"{e}/{m}/{layer}": np.ascontiguousarray(values)
         for e, kinds in maps.items()
-        for m, one in enumerate(kinds)
-        for layer, values in one.layers.items()
+        for m, kind in enumerate(kinds)
+        for layer, values in kind.layers.items()
     }
 
 
@@ -147,9 +147,9 @@ def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
     if not examples:
         raise Damaged("examples", examples, "one or more")
     _put_maps(path, examples)
-    read_examples = tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples))
-    for i, one in enumerate(read_examples):
-        check_circuits(one, f"examples[{i}]")
+    read_examples = tuple(example(raw, names, f"examples[{i}]") for i, raw in enumerate(examples))
+    for i, explained in enumerate(read_examples):
+        check_circuits(explained, f"examples[{i}]")
     kinds: dict[str, Any] = {"title": str, "model": str}
     kinds |= {"settings": Mapping[str, Any], "versions": Mapping[str, str]}
     told = {name: read(kind, held.get(name), name) for name, kind in kinds.items()}
@@ -185,12 +185,12 @@ def _numbers(values: Any) -> Any:
 
 def _put_maps(path: Path, examples: Sequence[Any]) -> None:
     # In place of the names of layers, their arrays from the other file.
-    given = [
-        (f"{e}/{m}", one)
+    maps = [
+        (f"{e}/{m}", kind)
         for e, held in enumerate(examples)
-        for m, one in enumerate((isinstance(held, dict) and held.get("maps")) or ())
+        for m, kind in enumerate((isinstance(held, dict) and held.get("maps")) or ())
     ]
-    if not given:
+    if not maps:
         return
     file = path.with_suffix(".safetensors")
     if not file.exists():
@@ -202,10 +202,10 @@ def _put_maps(path: Path, examples: Sequence[Any]) -> None:
         arrays = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{printable(str(file))} is damaged: {error}.") from error
-    for place, one in given:
-        layers = one.get("layers") if isinstance(one, dict) else None
+    for place, kind in maps:
+        layers = kind.get("layers") if isinstance(kind, dict) else None
         layers = read(tuple[str, ...], layers, f"maps {place}.layers")
         missing = [layer for layer in layers if f"{place}/{layer}" not in arrays]
         if missing:
             raise Damaged(f"maps {place}.layers", missing, "layers of the file of maps")
-        one["layers"] = {layer: arrays[f"{place}/{layer}"] for layer in layers}
+        kind["layers"] = {layer: arrays[f"{place}/{layer}"] for layer in layers}

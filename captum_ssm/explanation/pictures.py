@@ -51,18 +51,18 @@ class Picture:
 
 def picture_names(pictures: Sequence[Picture], texts: Sequence[str]) -> list[str]:
     """Texts of tokens, with places in the images in place of placeholders."""
-    found = list(texts)
+    names = list(texts)
     for picture in pictures:
         for index, token in enumerate(picture.tokens):
-            if token < len(found):
-                found[token] = picture.place(index)
-    return found
+            if token < len(names):
+                names[token] = picture.place(index)
+    return names
 
 
 def owners(pictures: Sequence[Picture], L: int) -> list[int | None]:
     """Which picture each of L tokens is of; None for those of the text."""
-    found: list[int | None] = [None] * L
+    by_token: list[int | None] = [None] * L
     for k, picture in enumerate(pictures):
         for token in picture.tokens:
-            found[token] = k
-    return found
+            by_token[token] = k
+    return by_token

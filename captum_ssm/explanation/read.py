@@ -50,7 +50,7 @@ def read(kind: Any, value: Any, place: str) -> Any:
         kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
         _require(len(kinds) == len(value), place, value, f"a list of {len(kinds)}")
         pairs = enumerate(zip(kinds, value, strict=True))
-        return tuple(read(one, item, f"{place}[{i}]") for i, (one, item) in pairs)
+        return tuple(read(hint, item, f"{place}[{i}]") for i, (hint, item) in pairs)
     if origin is Mapping:
         _require(isinstance(value, dict), place, value, "an object")
         return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
@@ -94,11 +94,11 @@ def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
     _require(is_right, f"{place}.shape", shape, "(H, W, 3) or (T, H, W, 3)")
     size, inflate = math.prod(shape), zlib.decompressobj()
     try:
-        found = inflate.decompress(base64.b64decode(data, validate=True), size + 1)
+        pixels = inflate.decompress(base64.b64decode(data, validate=True), size + 1)
     except (binascii.Error, zlib.error) as error:
         raise Damaged(f"{place}.zlib", data, f"bytes by zlib, in base64 ({error})") from None
-    _require(len(found) == size, f"{place}.zlib", data, f"{size} bytes, as the shape says")
-    return np.frombuffer(found, np.uint8).reshape(shape).copy()
+    _require(len(pixels) == size, f"{place}.zlib", data, f"{size} bytes, as the shape says")
+    return np.frombuffer(pixels, np.uint8).reshape(shape).copy()
 
 
 def example(held: Any, methods: list[str], place: str) -> Example:
@@ -106,7 +106,7 @@ def example(held: Any, methods: list[str], place: str) -> Example:
     _require_fields(Example, held, place)
     relevance = read(Mapping[str, np.ndarray], held["relevance"], f"{place}.relevance")
     _require(set(relevance) == set(methods), f"{place}.relevance", relevance, "one for each method")
-    shapes = {one.shape for one in relevance.values()}
+    shapes = {array.shape for array in relevance.values()}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
     size = _size(held)
     _require(
@@ -115,14 +115,16 @@ def example(held: Any, methods: list[str], place: str) -> Example:
         shape,
         f"arrays of one shape, rows of {' x '.join(map(str, size))}",
     )
-    found: Example = read(Example, held, place)
-    _check(found, shape[0], size, place)
-    return found
+    explained: Example = read(Example, held, place)
+    _check(explained, shape[0], size, place)
+    return explained
 
 
 def _require_fields(kind: Any, value: Any, place: str) -> None:
     # A field with a default is left out by versions that did not have it.
-    known = {one.name: one.default is MISSING is one.default_factory for one in fields(kind)}
+    known = {
+        field.name: field.default is MISSING is field.default_factory for field in fields(kind)
+    }
     needed = {name for name, is_needed in known.items() if is_needed}
     is_whole = isinstance(value, dict) and needed <= set(value) <= set(known)
     _require(is_whole, place, value, f"an object of {', '.join(sorted(known))}")
@@ -138,48 +140,50 @@ def _size(held: dict[str, Any]) -> list[int]:
     return list(np.shape(_array(series, "series")))
 
 
-def _check(found: Example, rows: int, size: list[int], place: str) -> None:
+def _check(explained: Example, rows: int, size: list[int], place: str) -> None:
     def require(is_right: bool, name: str, value: Any, expected: str) -> None:
         _require(is_right, f"{place}.{name}", value, expected)
 
-    L, deltas = len(found.tokens), {one.shape for one in found.deltas.values()}
+    L, deltas = len(explained.tokens), {delta.shape for delta in explained.deltas.values()}
     require(deltas <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
-    require({*found.deltas} <= {*found.relevance}, "deltas", found.deltas, "methods' names")
-    require(0 <= found.prompt <= L, "prompt", found.prompt, f"0 .. {L}")
-    if found.reasoning is not None:
-        _check_tokens(found.reasoning, found.prompt, L, f"{place}.reasoning")
-    F = 0 if found.series is None else found.series.shape[-1]
-    require(len(found.features) == F, "features", found.features, f"{F} names")
-    require(bool(found.outputs), "outputs", found.outputs, "one or more")
-    for i, output in enumerate(found.outputs):
+    require(
+        {*explained.deltas} <= {*explained.relevance}, "deltas", explained.deltas, "methods' names"
+    )
+    require(0 <= explained.prompt <= L, "prompt", explained.prompt, f"0 .. {L}")
+    if explained.reasoning is not None:
+        _check_tokens(explained.reasoning, explained.prompt, L, f"{place}.reasoning")
+    F = 0 if explained.series is None else explained.series.shape[-1]
+    require(len(explained.features) == F, "features", explained.features, f"{F} names")
+    require(bool(explained.outputs), "outputs", explained.outputs, "one or more")
+    for i, output in enumerate(explained.outputs):
         _check_output(output, rows, L, f"{place}.outputs[{i}]")
-    for name, spans in found.units.items():
+    for name, spans in explained.units.items():
         ends = [0, *(span.end for span in spans)]
         is_cover = [span.first for span in spans] == ends[:-1] and ends[-1] == L
         is_whole = is_cover and ends == sorted(ends)
         require(is_whole, f"units.{name}", spans, "spans of all tokens, in order")
-    if found.grid is not None:
-        most = size if found.image is not None else []
-        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=False)]
-        is_right = all(fits) and len(found.grid) == len(most)
-        require(is_right, "grid", found.grid, "rows and columns of an image's patches")
-    _check_pictures(found, L, place)
-    if found.validation is not None:
-        check = found.validation
+    if explained.grid is not None:
+        most = size if explained.image is not None else []
+        fits = [0 < a <= b for a, b in zip(explained.grid, most, strict=False)]
+        is_right = all(fits) and len(explained.grid) == len(most)
+        require(is_right, "grid", explained.grid, "rows and columns of an image's patches")
+    _check_pictures(explained, L, place)
+    if explained.validation is not None:
+        check = explained.validation
         shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}
         is_right = shapes == {(len(check.shares),)} and len(check.shares) > 1
-        is_right = is_right and len(check.curves) > 0 and {*check.curves} <= {*found.relevance}
+        is_right = is_right and len(check.curves) > 0 and {*check.curves} <= {*explained.relevance}
         require(is_right, "validation", check.curves, "curves of methods, one per share")
-    for maps in found.maps:
+    for maps in explained.maps:
         for layer, values in maps.layers.items():
             sides = {L} if L else set(values.shape[:1]) - {0}
             is_square = values.ndim == 2 and set(values.shape) == sides
             require(is_square, f"maps.{layer}", values.shape, f"({L or 'L'}, {L or 'L'})")
 
 
-def _check_pictures(found: Example, L: int, place: str) -> None:
+def _check_pictures(explained: Example, L: int, place: str) -> None:
     held: set[int] = set()
-    for k, picture in enumerate(found.pictures):
+    for k, picture in enumerate(explained.pictures):
         tokens, where = picture.tokens, f"{place}.pictures[{k}]"
         is_own = len(tokens) == len(set(tokens)) and held.isdisjoint(tokens)
         is_right = bool(tokens) and is_own and min(tokens) >= 0 and max(tokens) < L
@@ -199,10 +203,13 @@ def _check_output(output: Output, rows: int, L: int, place: str) -> None:
         is_inside = at is None or 0 <= at < L
         _require(is_inside, f"{place}.{name}", at, f"None or 0 .. {L - 1}" if L else "None")
     _require(output.role in ROLES, f"{place}.role", output.role, " or ".join(ROLES))
-    indices = [output.chosen, *(i for one in output.contrasts for i in (one.answer, one.against))]
+    indices = [
+        output.chosen,
+        *(i for contrast in output.contrasts for i in (contrast.answer, contrast.against)),
+    ]
     _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")
-    used = [one.row for one in output.answers if one.row is not None]
-    used += [one.row for one in output.contrasts]
+    used = [answer.row for answer in output.answers if answer.row is not None]
+    used += [contrast.row for contrast in output.contrasts]
     used += output.hops
     _require(all(0 <= row < rows for row in used), place, used, f"rows 0 .. {rows - 1}")
     _check_part(output, L, place)

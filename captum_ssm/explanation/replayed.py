@@ -83,8 +83,9 @@ class Replay:
         if not worst:
             return ""
         named = ", ".join(
-            f"{one.text!r} at {one.position} ({one.recorded:.4f} recorded, {one.local:.4f} here)"
-            for one in worst[:WORST]
+            f"{token.text!r} at {token.position} "
+            f"({token.recorded:.4f} recorded, {token.local:.4f} here)"
+            for token in worst[:WORST]
         )
         return (
             f"the log probabilities of {len(worst)} of {len(self.tokens)} tokens differ from the "

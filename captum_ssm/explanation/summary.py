@@ -76,17 +76,22 @@ class Summary:
             count (int, optional): how many. Default: 10
         """
         name = self.by_position[0].method if method is None else method
-        return tuple(one for one in self.by_token if one.method == name)[:count]
+        return tuple(entry for entry in self.by_token if entry.method == name)[:count]
 
     def _repr_html_(self) -> str:
         # A notebook shows it for the value of a cell.
-        methods = dict.fromkeys(one.method for one in self.by_token)
+        methods = dict.fromkeys(entry.method for entry in self.by_token)
         return "".join(
             html_table(
                 ("token", "count", "mean share", "mean relevance"),
                 [
-                    (str(one.key), str(one.count), f"{one.share:.1%}", f"{one.relevance:+.3g}")
-                    for one in self.top(method)
+                    (
+                        str(entry.key),
+                        str(entry.count),
+                        f"{entry.share:.1%}",
+                        f"{entry.relevance:+.3g}",
+                    )
+                    for entry in self.top(method)
                 ],
                 f"Tokens with the largest mean share, {method}",
             )
@@ -109,20 +114,20 @@ class Summary:
 def summary(explanation: Explanation) -> Summary:
     """The summary of :meth:`Explanation.mean`."""
     require_texts(explanation, "the mean")
-    found: dict[str, list[Mean]] = {"token": [], "position": [], "distance": []}
+    tables: dict[str, list[Mean]] = {"token": [], "position": [], "distance": []}
     for method in explanation.methods:
         groups: dict[str, dict[Hashable, list[tuple[float, float]]]] = {
-            name: defaultdict(list) for name in found
+            name: defaultdict(list) for name in tables
         }
         for keys, numbers in _entries(explanation, method.name):
-            for name, key in zip(found, keys, strict=True):
+            for name, key in zip(tables, keys, strict=True):
                 groups[name][key].append(numbers)
         for name, group in groups.items():
             means = [_mean(method.name, key, numbers) for key, numbers in sorted(group.items())]
             if name == "token":
                 means.sort(key=lambda one: (one.count == 1, -one.share))
-            found[name] += means
-    return Summary(*(tuple(entries) for entries in found.values()))
+            tables[name] += means
+    return Summary(*(tuple(entries) for entries in tables.values()))
 
 
 def _entries(

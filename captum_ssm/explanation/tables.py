@@ -35,8 +35,13 @@ def rows_of(example: Example) -> Iterator[Row]:
         for answer in output.answers:
             if answer.row is not None:
                 yield Row(output, answer, None, answer.row)
-        for one in output.contrasts:
-            yield Row(output, output.answers[one.answer], output.answers[one.against], one.row)
+        for contrast in output.contrasts:
+            yield Row(
+                output,
+                output.answers[contrast.answer],
+                output.answers[contrast.against],
+                contrast.row,
+            )
         for k, index in enumerate(output.hops):
             yield Row(output, output.answers[output.chosen], None, index, hop=k + 1)
 
@@ -57,8 +62,8 @@ class ToldAnswer(NamedTuple):
 
 def told_answer(outputs: Sequence[Output], between: str = "") -> ToldAnswer:
     """What outputs answer, with what stands between two answers."""
-    chosen = [one.answers[one.chosen] for one in outputs]
-    likely = [min(one.answers, key=lambda answer: answer.rank) for one in outputs]
+    chosen = [output.answers[output.chosen] for output in outputs]
+    likely = [min(output.answers, key=lambda answer: answer.rank) for output in outputs]
     known = [answer.probability for answer in chosen if answer.probability is not None]
     return ToldAnswer(
         between.join(answer.text for answer in chosen),

@@ -50,7 +50,7 @@ class Turns:
             (turn.name for turn in self.before if belongs(token, turn.start, turn.end))
             for token in tokens[:prompt]
         )
-        names = [next(one, TEMPLATE) for one in held]
+        names = [next(turns, TEMPLATE) for turns in held]
         return _runs([*names, *[self.answer] * (len(tokens) - prompt)])
 
     def title(self, text: str) -> str:
@@ -134,11 +134,11 @@ def named(tokens: Sequence[Token], spans: Mapping[str, tuple[int, int]]) -> tupl
 def within(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
     """Spans that are divided where others begin."""
     firsts = {other.first for other in others}
-    found = []
+    pieces = []
     for name, first, end in ((span.name, span.first, span.end) for span in spans):
         bounds = [first, *(i for i in range(first + 1, end) if i in firsts), end]
-        found += [Span(name, a, b) for a, b in pairwise(bounds)]
-    return tuple(found)
+        pieces += [Span(name, a, b) for a, b in pairwise(bounds)]
+    return tuple(pieces)
 
 
 def with_pictures(
@@ -151,13 +151,13 @@ def with_pictures(
     parts = _runs([TEXT if k is None else pictures[k].name for k in owners(pictures, L)])
     of_pictures = [part for part in parts if part.name != TEXT]
     held = {k for part in of_pictures for k in range(part.first, part.end)}
-    found = {}
+    by_unit = {}
     for unit, spans in units.items():
         divided = within(spans, parts)
         if unit != "word":
             divided = (*(span for span in divided if span.first not in held), *of_pictures)
-        found[unit] = tuple(sorted(divided, key=lambda span: span.first))
-    return {**found, "modality": parts}
+        by_unit[unit] = tuple(sorted(divided, key=lambda span: span.first))
+    return {**by_unit, "modality": parts}
 
 
 def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:
@@ -206,10 +206,10 @@ def _begin(token: Token) -> int:
 
 
 def _runs(keys: Iterable[object]) -> tuple[Span, ...]:
-    found: list[Span] = []
+    spans: list[Span] = []
     first = 0
     for key, run in groupby(keys):
         end = first + len(list(run))
-        found.append(Span(key if isinstance(key, str) else "", first, end))
+        spans.append(Span(key if isinstance(key, str) else "", first, end))
         first = end
-    return tuple(found)
+    return tuple(spans)

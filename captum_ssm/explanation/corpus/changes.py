@@ -47,11 +47,11 @@ def change(first: list[Reading], second: list[Reading], other: str) -> Change:
     Raises:
         ValueError: where no example is the same in both.
     """
-    theirs = {one.index: one for one in second}
+    theirs = {reading.index: reading for reading in second}
     pairs = [
-        (one, theirs[one.index])
-        for one in first
-        if one.index in theirs and theirs[one.index].units == one.units
+        (reading, theirs[reading.index])
+        for reading in first
+        if reading.index in theirs and theirs[reading.index].units == reading.units
     ]
     if not pairs:
         raise ValueError(
@@ -68,7 +68,7 @@ def change(first: list[Reading], second: list[Reading], other: str) -> Change:
     return Change(
         other,
         Interval(mean, max(0.0, mean - float(half)), min(1.0, mean + float(half)), n),
-        {a.index: float(one) for (a, _), one in zip(pairs, moved, strict=True)},
+        {a.index: float(distance) for (a, _), distance in zip(pairs, moved, strict=True)},
         {kind: a.change(b) for kind, (a, b) in zip(kinds, tables, strict=True)},
         tuple(a.index for a, b in pairs if a.prediction != b.prediction),
         len(first) + len(second) - 2 * len(pairs),

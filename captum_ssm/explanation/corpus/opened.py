@@ -118,14 +118,14 @@ class ExplainedDataset:
             ValueError: for a column that there is not.
         """
         known = self.columns
-        found = name if name in known else OWN + name
-        if found not in known:
+        column = name if name in known else OWN + name
+        if column not in known:
             raise ValueError(f"name is {name!r}; expected one of {', '.join(known)}.")
         read_table = arrow().parquet.read_table
         return [
             value
             for path in self._paths.values()
-            for value in read_table(path, columns=[found])[found].to_pylist()
+            for value in read_table(path, columns=[column])[column].to_pylist()
         ]
 
     @cached_property
@@ -189,8 +189,8 @@ class ExplainedDataset:
 
 def _map(path: Path, name: str) -> np.ndarray:
     with safe_open(path, "numpy") as file:
-        found: np.ndarray = file.get_tensor(name)
-    return found
+        values: np.ndarray = file.get_tensor(name)
+    return values
 
 
 def open_dataset(folder: str | Path) -> ExplainedDataset:

@@ -28,9 +28,11 @@ def report_data(report: Report) -> dict[str, Any]:
     shown, other = _texts(report)
     step = -(-len(report.examples) // MOST_LISTED)
     listed = [
-        one for k, one in enumerate(report.examples) if k % step == 0 or one.index in shown[0]
+        example
+        for k, example in enumerate(report.examples)
+        if k % step == 0 or example.index in shown[0]
     ]
-    names = list(dict.fromkeys(name for one in listed for name in one.columns))
+    names = list(dict.fromkeys(name for example in listed for name in example.columns))
     return {
         "format": FORMAT,
         "title": report.title,
@@ -44,22 +46,25 @@ def report_data(report: Report) -> dict[str, Any]:
         "failed": len(report.errors),
         "notes": [*report.notes, *_left_out(report, len(listed), len(shown[0]))],
         "shares": _shares(report.shares, True),
-        "slices": [_slice(one) for one in report.slices[:MOST_SLICES]],
+        "slices": [_slice(part) for part in report.slices[:MOST_SLICES]],
         "change": _change(report),
         "listed": {
-            "index": [one.index for one in listed],
-            "text": [one.text for one in listed],
-            "target": [one.target for one in listed],
-            "prediction": [None if one.right else one.prediction for one in listed],
-            "right": [one.right for one in listed],
-            "p": [rounded(one.probability, 3) for one in listed],
-            "length": [one.length for one in listed],
-            "group": [one.group for one in listed],
-            "distance": [rounded(one.distance, 3) for one in listed],
-            "place": [[rounded(v, 3) for v in one.place] for one in listed],
-            "moved": [rounded(one.moved, 3) for one in listed],
-            "flipped": [int(one.flipped) for one in listed],
-            **{f"column {name}": [_plain(one.columns[name]) for one in listed] for name in names},
+            "index": [example.index for example in listed],
+            "text": [example.text for example in listed],
+            "target": [example.target for example in listed],
+            "prediction": [None if example.right else example.prediction for example in listed],
+            "right": [example.right for example in listed],
+            "p": [rounded(example.probability, 3) for example in listed],
+            "length": [example.length for example in listed],
+            "group": [example.group for example in listed],
+            "distance": [rounded(example.distance, 3) for example in listed],
+            "place": [[rounded(v, 3) for v in example.place] for example in listed],
+            "moved": [rounded(example.moved, 3) for example in listed],
+            "flipped": [int(example.flipped) for example in listed],
+            **{
+                f"column {name}": [_plain(example.columns[name]) for example in listed]
+                for name in names
+            },
         },
         "columns": names,
         "shown": shown[1],
@@ -94,8 +99,8 @@ def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]
     # The most wanted examples, as many as there is room for; of two runs both.
     rows: list[int] = []
     size = 0
-    for row, one in report.shown.items():
-        both = [one, *([report.shown_other[row]] if row in report.shown_other else [])]
+    for row, explanation in report.shown.items():
+        both = [explanation, *([report.shown_other[row]] if row in report.shown_other else [])]
         # What all examples share, such as settings with the targets of all, is there once.
         size += sum(len(json.dumps(page_data(_light(each))["examples"])) for each in both)
         if rows and size > MOST_TEXTS:
@@ -114,7 +119,7 @@ def _joined(
     if not rows:
         return None
     light = [_light(held[row]) for row in rows]
-    examples = tuple(one.examples[0] for one in light)
+    examples = tuple(explanation.examples[0] for explanation in light)
     return page_data(replace(light[0], title=title, examples=examples))
 
 
@@ -125,18 +130,21 @@ def _light(explanation: Explanation) -> Explanation:
 
 
 def _shares(shares: Mapping[str, tuple[Share, ...]], is_all: bool) -> dict[str, list[Any]]:
-    found = {}
+    by_kind = {}
     for kind, entries in shares.items():
         most = len(entries) if kind in PLACES else MOST_KEYS[is_all]
-        found[kind] = [
+        by_kind[kind] = [
             [
-                one.key,
-                one.examples,
-                *(rounded(v, 3) for v in (one.share, one.low, one.high, one.total, one.leaning)),
+                entry.key,
+                entry.examples,
+                *(
+                    rounded(v, 3)
+                    for v in (entry.share, entry.low, entry.high, entry.total, entry.leaning)
+                ),
             ]
-            for one in entries[:most]
+            for entry in entries[:most]
         ]
-    return found
+    return by_kind
 
 
 def _slice(part: Slice) -> dict[str, Any]:
@@ -147,15 +155,15 @@ def _slice(part: Slice) -> dict[str, Any]:
         "right": rounded(part.right, 4),
         "p": rounded(part.probability, 4),
         "shares": _shares(part.shares, False),
-        "apart": [_difference(one) for one in part.apart[:8]],
+        "apart": [_difference(difference) for difference in part.apart[:8]],
         "typical": list(part.typical),
         "untypical": list(part.untypical),
     }
 
 
-def _difference(one: Difference) -> list[Any]:
-    numbers = (one.here, one.elsewhere, one.low, one.high)
-    return [one.kind, one.key, *(rounded(value, 3) for value in numbers)]
+def _difference(difference: Difference) -> list[Any]:
+    numbers = (difference.here, difference.elsewhere, difference.low, difference.high)
+    return [difference.kind, difference.key, *(rounded(value, 3) for value in numbers)]
 
 
 def _change(report: Report) -> dict[str, Any] | None:
@@ -167,7 +175,9 @@ def _change(report: Report) -> dict[str, Any] | None:
         "moved": [rounded(v, 4) for v in (change.moved.value, change.moved.low, change.moved.high)],
         "flipped": len(change.flipped),
         "unpaired": change.unpaired,
-        "shares": [_difference(one) for one in change.shares.get(report.units, ())[:20]],
+        "shares": [
+            _difference(difference) for difference in change.shares.get(report.units, ())[:20]
+        ],
     }
 
 

@@ -44,11 +44,11 @@ def profiles(readings: list[Reading], units: str) -> np.ndarray:
 
 def distances(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """How far each example is from the mean of its group, ``(N,)``, 0 to 1: 0 is typical."""
-    found = np.zeros(len(rows))
+    far = np.zeros(len(rows))
     for group in np.unique(groups):
         inside = groups == group
-        found[inside] = np.linalg.norm(rows[inside] - rows[inside].mean(0), axis=1)
-    return found
+        far[inside] = np.linalg.norm(rows[inside] - rows[inside].mean(0), axis=1)
+    return far
 
 
 def plane(rows: np.ndarray) -> np.ndarray:

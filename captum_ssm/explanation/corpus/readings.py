@@ -48,7 +48,7 @@ class ExampleFacts:
     @property
     def facts(self) -> dict[str, Any]:
         """These fields by name."""
-        return {one.name: getattr(self, one.name) for one in fields(ExampleFacts)}
+        return {fact.name: getattr(self, fact.name) for fact in fields(ExampleFacts)}
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class _Sums:
 
     def add(self, kind: str, keys: list[Any], share: np.ndarray, signed: np.ndarray) -> None:
         sums = self.found[kind]
-        for key, one, sign in zip(keys, share.tolist(), signed.tolist(), strict=True):
+        for key, size, sign in zip(keys, share.tolist(), signed.tolist(), strict=True):
             entry = sums[key]
-            entry[0] += one
+            entry[0] += size
             entry[1] += sign
             entry[2] += 1
 
@@ -115,15 +115,15 @@ def read(
             as on the page. Default: None
     """
     units = units if units in example.units else "token"
-    outputs = [one for one in example.outputs if _counts(one)]
+    outputs = [output for output in example.outputs if _counts(output)]
     sums, vector, owns, lengths = _Sums(), np.zeros(0), [], []
     for output in outputs:
-        values, own = _values(example, method, output, reading_token)
+        values, apart = _values(example, method, output, reading_token)
         total = float(np.abs(values).sum()) or 1.0
-        owns.append(0.0 if own is None else abs(float(values[own])) / total)
+        owns.append(0.0 if apart is None else abs(float(values[apart])) / total)
         kept = np.ones(len(values), dtype=bool)
-        if own is not None:
-            kept[own], values[own] = False, 0.0
+        if apart is not None:
+            kept[apart], values[apart] = False, 0.0
         lengths.append(len(values))
         at = output.reading_token
         share = shares(values)
@@ -177,8 +177,8 @@ def _values(
     if output.part is not None:
         last = output.part[1] - 2
     last = max(last, int(np.flatnonzero(values)[-1]) if values.any() else 0)
-    own = None if reading_token else output.reading_token
-    return values[: last + 1], read_apart(example, output) if reading_token is None else own
+    apart = None if reading_token else output.reading_token
+    return values[: last + 1], read_apart(example, output) if reading_token is None else apart
 
 
 def _add_places(
@@ -241,9 +241,9 @@ def _answers(example: Example, outputs: list[Output]) -> tuple[str, str, float |
     told = outputs if outputs[0].role != LABEL else outputs[:1]
     after = [o for o in told if o.position is None or o.position >= example.prompt - 1]
     told = [o for o in after or told if o.part is None] or told
-    found = told_answer(told)
-    target, prediction = (text.strip() or text for text in (found.target, found.prediction))
-    return target, prediction, found.probability
+    answer = told_answer(told)
+    target, prediction = (text.strip() or text for text in (answer.target, answer.prediction))
+    return target, prediction, answer.probability
 
 
 def rows_of_kind(readings: list[Reading], kind: str) -> Iterator[tuple[int, list[Any], np.ndarray]]:

@@ -66,13 +66,13 @@ class Report:
     @property
     def right(self) -> float | None:
         """The part of the examples that is predicted right; None where no target was given."""
-        known = [one.right for one in self.examples if one.right is not None]
+        known = [example.right for example in self.examples if example.right is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def own(self) -> float:
         """The mean share of the token at which the answer is read."""
-        return sum(one.own for one in self.examples) / len(self.examples)
+        return sum(example.own for example in self.examples) / len(self.examples)
 
     def __repr__(self) -> str:
         return f"<Report on {len(self.examples)} examples of {self.model} by {self.method}>"
@@ -83,7 +83,7 @@ class Report:
     def __str__(self) -> str:
         """A summary for a terminal."""
         # A line that begins a part has an empty one before it; no other break is the report's own.
-        lines = (("\n" * one.startswith("\n"), one.removeprefix("\n")) for one in _lines(self))
+        lines = (("\n" * text.startswith("\n"), text.removeprefix("\n")) for text in _lines(self))
         return "\n".join(gap + printable(line) for gap, line in lines)
 
     def to_pandas(self, table: str = "shares") -> pandas.DataFrame:
@@ -101,7 +101,7 @@ class Report:
         import pandas
 
         tables: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
-            "shares": lambda: (vars(one) for kind in self.shares.values() for one in kind),
+            "shares": lambda: (vars(share) for kind in self.shares.values() for share in kind),
             "slices": lambda: self._of_slices(lambda part: chain(*part.shares.values())),
             "apart": lambda: self._of_slices(lambda part: part.apart),
             "examples": self._examples,
@@ -116,17 +116,17 @@ class Report:
         self, entries: Callable[[Slice], Iterable[Share | Difference]]
     ) -> Iterator[dict[str, Any]]:
         for part in self.slices:
-            for one in entries(part):
-                yield {"by": part.by, "slice": part.name, **vars(one)}
+            for entry in entries(part):
+                yield {"by": part.by, "slice": part.name, **vars(entry)}
 
     def _examples(self) -> Iterator[dict[str, Any]]:
-        for one in self.examples:
-            line = {k: v for k, v in vars(one).items() if k not in ("place", "columns")}
-            yield line | dict(one.columns)
+        for example in self.examples:
+            line = {k: v for k, v in vars(example).items() if k not in ("place", "columns")}
+            yield line | dict(example.columns)
 
     def _change(self) -> Iterator[dict[str, Any]]:
         kinds = self.change.shares.values() if self.change else ()
-        return (vars(one) for kind in kinds for one in kind)
+        return (vars(difference) for kind in kinds for difference in kind)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The interactive page: one self-contained file that needs no network.
@@ -160,12 +160,14 @@ def _lines(report: Report) -> Iterator[str]:
         if not entries:
             continue
         yield f"\n{kind:22s} {'examples':>8s} {'mean share':>10s}  95% interval"
-        top = max(one.share for one in entries)
-        for one in entries:
-            bar = "#" * round(BAR * one.share / (top or 1.0))
-            numbers = f"{one.examples:8d} {one.share:10.1%}  {one.low:6.1%} to {one.high:6.1%}"
-            yield f"{str(one.key)[:22]:22s} {numbers}  {bar}"
-    tenths = {one.key: one.share for one in report.shares["tenth"]}
+        top = max(entry.share for entry in entries)
+        for entry in entries:
+            bar = "#" * round(BAR * entry.share / (top or 1.0))
+            numbers = (
+                f"{entry.examples:8d} {entry.share:10.1%}  {entry.low:6.1%} to {entry.high:6.1%}"
+            )
+            yield f"{str(entry.key)[:22]:22s} {numbers}  {bar}"
+    tenths = {entry.key: entry.share for entry in report.shares["tenth"]}
     yield "\nshare of each tenth of the text, from its start to its end:"
     yield " ".join(f"{tenths.get(k, 0.0):5.1%}" for k in range(10))
     yield from _slices(report)
@@ -191,6 +193,10 @@ def _slices(report: Report) -> Iterator[str]:
             by = part.by
             yield f"\nby {by}"
         right = "" if part.right is None else f" {part.right:7.1%} right"
-        more = [str(one.key) for one in part.apart if one.low > 0 and one.kind == report.units]
+        more = [
+            str(difference.key)
+            for difference in part.apart
+            if difference.low > 0 and difference.kind == report.units
+        ]
         words = f"  more on {', '.join(more[:4])}" if more else ""
         yield f"{part.name[:30]:30s} {len(part.examples):6d}{right}{words}"

@@ -126,13 +126,15 @@ def _differences(example: Example) -> list[float | None] | None:
     # What a served model's record tells of each token; None where nothing was recorded.
     if example.replay is None:
         return None
-    found = {token.position: token.difference for token in example.replay.tokens}
-    return [found.get(k) for k in range(len(example.tokens))]
+    differences = {token.position: token.difference for token in example.replay.tokens}
+    return [differences.get(k) for k in range(len(example.tokens))]
 
 
 def _answers(outputs: Sequence[Output]) -> dict[str, Any]:
     # Tokens that follow one another are joined; labels of tokens are words of their own.
-    by_role = {role: [one for one in outputs if one.role == role] for role in (NEXT, LABEL)}
+    by_role = {
+        role: [output for output in outputs if output.role == role] for role in (NEXT, LABEL)
+    }
     asked = by_role[NEXT] or by_role[LABEL] or outputs[:1]
     space = " " if asked[0].role == LABEL else ""
     return told_answer(asked, space)._asdict()
@@ -153,8 +155,8 @@ def example_of(row: Mapping[str, Any], map_of: Callable[[str], np.ndarray]) -> t
         held[name] = {key.removeprefix(kind): _array(row[key]) for key in methods}
     held["relevance"] = {m: x.reshape(-1, *shape) for m, x in held["relevance"].items()}
     index = row["index"].as_py()
-    for m, one in enumerate(held["maps"]):
-        one["layers"] = {layer: map_of(f"{index}/{m}/{layer}") for layer in one["layers"]}
+    for m, maps in enumerate(held["maps"]):
+        maps["layers"] = {layer: map_of(f"{index}/{m}/{layer}") for layer in maps["layers"]}
     return title, read_example(held, list(held["relevance"]), f"row {index}")
 
 
@@ -162,8 +164,8 @@ def _array(scalar: Any) -> np.ndarray:
     values = scalar.values
     while arrow().types.is_list(values.type):
         values = values.flatten()
-    found: np.ndarray = values.to_numpy(zero_copy_only=False).copy()
-    return found
+    array: np.ndarray = values.to_numpy(zero_copy_only=False).copy()
+    return array
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -173,8 +175,8 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def shard_paths(folder: Path) -> dict[int, Path]:
     """The shards of a folder that are finished, by their numbers, in order."""
-    found = {path.stem.removeprefix("part-"): path for path in folder.glob("part-*.parquet")}
-    return {int(n): found[n] for n in sorted(found, key=int) if n.isdecimal()}
+    paths = {path.stem.removeprefix("part-"): path for path in folder.glob("part-*.parquet")}
+    return {int(n): paths[n] for n in sorted(paths, key=int) if n.isdecimal()}
 
 
 def write_shard(path: Path, number: int, schema: Any, shard: Shard) -> None:

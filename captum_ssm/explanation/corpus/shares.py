@@ -82,17 +82,17 @@ class ShareTable:
         inside = among[self.example]
         key, numbers, K = self.key[inside], self.numbers[inside], len(self.keys)
         examples = np.bincount(key, minlength=K)
-        found = np.flatnonzero(examples)
-        mean, variance = _moments(key, numbers[:, 0], examples, found)
-        half = moderated_halves(examples[found], variance, mean * (1 - mean))
+        present = np.flatnonzero(examples)
+        mean, variance = _moments(key, numbers[:, 0], examples, present)
+        half = moderated_halves(examples[present], variance, mean * (1 - mean))
         total, signed, count = (
-            np.bincount(key, weights=numbers[:, c], minlength=K)[found] for c in (1, 2, 3)
+            np.bincount(key, weights=numbers[:, c], minlength=K)[present] for c in (1, 2, 3)
         )
-        order = np.lexsort((-mean, half - mean, examples[found] == 1))
+        order = np.lexsort((-mean, half - mean, examples[present] == 1))
         low, high = np.maximum(mean - half, 0), np.minimum(mean + half, 1)
         return tuple(
             Share(
-                self.kind, self.keys[found[i]], int(examples[found[i]]), float(count[i]),
+                self.kind, self.keys[present[i]], int(examples[present[i]]), float(count[i]),
                 float(mean[i]), float(low[i]), float(high[i]), float(total[i] / among.sum()),
                 float(signed[i] / total[i]) if total[i] else 0.0,
             )
@@ -130,13 +130,13 @@ class ShareTable:
         after = np.array([theirs[pair] for pair in mine if pair in theirs])
         key, K = self.key[both], len(self.keys)
         examples = np.bincount(key, minlength=K)
-        found = np.flatnonzero(examples)
-        if not len(found):
+        present = np.flatnonzero(examples)
+        if not len(present):
             return ()
-        moved, variance = _moments(key, after - before, examples, found)
-        start, _ = _moments(key, before, examples, found)
-        half = moderated_halves(examples[found], variance)
-        keys = [self.keys[i] for i in found]
+        moved, variance = _moments(key, after - before, examples, present)
+        start, _ = _moments(key, before, examples, present)
+        half = moderated_halves(examples[present], variance)
+        keys = [self.keys[i] for i in present]
         return _surest(self.kind, keys, start + moved, start, half)
 
 
@@ -167,12 +167,12 @@ class Difference:
 
 
 def _moments(
-    key: np.ndarray, values: np.ndarray, examples: np.ndarray, found: np.ndarray
+    key: np.ndarray, values: np.ndarray, examples: np.ndarray, present: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     # Means and variances per key over so many examples; one that has no entry counts as 0.
-    n = examples[found]
-    mean = np.bincount(key, weights=values, minlength=len(examples))[found] / np.maximum(n, 1)
-    squares = np.bincount(key, weights=values**2, minlength=len(examples))[found]
+    n = examples[present]
+    mean = np.bincount(key, weights=values, minlength=len(examples))[present] / np.maximum(n, 1)
+    squares = np.bincount(key, weights=values**2, minlength=len(examples))[present]
     variance = np.maximum(squares - n * mean**2, 0) / np.maximum(n - 1, 1)
     return mean, variance
 

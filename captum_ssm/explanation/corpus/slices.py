@@ -90,11 +90,13 @@ class Slicer:
         """A slice per group, named by what sets it apart."""
         if labels.max(initial=0) == 0:
             return []
-        found = [self.make("group", "", labels == k) for k in range(labels.max() + 1)]
-        names = [group_name(one, self.units) for one in found]
+        groups = [self.make("group", "", labels == k) for k in range(labels.max() + 1)]
+        names = [group_name(group, self.units) for group in groups]
         again = Counter(names)
         told = [name if again[name] == 1 else f"{name} ({k + 1})" for k, name in enumerate(names)]
-        return [Slice(**{**vars(one), "name": name}) for one, name in zip(found, told, strict=True)]
+        return [
+            Slice(**{**vars(group), "name": name}) for group, name in zip(groups, told, strict=True)
+        ]
 
     def make(self, by: str, name: str, members: np.ndarray) -> Slice:
         """The slice of some examples, ``(N,)`` bool."""
@@ -103,19 +105,19 @@ class Slicer:
         far = np.linalg.norm(rows - rows.mean(0), axis=1)
         order = inside[np.argsort(far, kind="stable")]
         some = [self.readings[i] for i in inside]
-        right = [one.right for one in some if one.right is not None]
-        known = [one.probability for one in some if one.probability is not None]
+        right = [reading.right for reading in some if reading.right is not None]
+        known = [reading.probability for reading in some if reading.probability is not None]
         compared = (self.units, "tenth", "part", "layer")
         apart = [
-            one
+            difference
             for kind in compared
             if kind in self.tables and not members.all()
-            for one in self.tables[kind].apart(members)
+            for difference in self.tables[kind].apart(members)
         ]
         apart.sort(key=lambda one: -min(abs(one.low), abs(one.high)))
         count = min(self.shown, (len(order) + 1) // 2)
         return Slice(
-            by, name, tuple(one.index for one in some),
+            by, name, tuple(reading.index for reading in some),
             float(np.mean(right)) if right else None,
             float(np.mean(known)) if known else None,
             {kind: table.shares(members) for kind, table in self.tables.items()},
@@ -130,12 +132,20 @@ def group_name(group: Slice, units: str) -> str:
 
     A unit counts where the group gives it twice as much as the others do.
     """
-    more = [one for one in group.apart if one.low > 0]
-    words = [one for one in more if one.kind == units and one.here > 2 * one.elsewhere]
+    more = [difference for difference in group.apart if difference.low > 0]
+    words = [
+        difference
+        for difference in more
+        if difference.kind == units and difference.here > 2 * difference.elsewhere
+    ]
     if words:
-        return " and ".join(f"\u201c{one.key}\u201d" for one in words[:2])
+        return " and ".join(f"\u201c{difference.key}\u201d" for difference in words[:2])
     tenths: dict[Any, float] = dict.fromkeys(range(10), 0.0)
-    tenths |= {one.key: one.here - one.elsewhere for one in group.apart if one.kind == "tenth"}
+    tenths |= {
+        difference.key: difference.here - difference.elsewhere
+        for difference in group.apart
+        if difference.kind == "tenth"
+    }
     return max(THIRDS, key=lambda name: sum(tenths[k] for k in THIRDS[name]))
 
 

@@ -79,7 +79,7 @@ def summarize(
     columns = _columns(run, by)
     other = None if against is None else _other(run, against)
     readings = run.readings
-    kinds = [kind for kind in KINDS if any(kind in one.kinds for one in readings)]
+    kinds = [kind for kind in KINDS if any(kind in reading.kinds for reading in readings)]
     tables = {kind: ShareTable(readings, kind) for kind in kinds}
     if "word" in tables and tables["word"].says(tables["token"]):
         del tables["word"]  # each word is a token
@@ -122,7 +122,7 @@ class _Run:
                 "explained text."
             )
         self.first = data[self.indices[0]]
-        known = {one.name: one for one in self.first.methods}
+        known = {m.name: m for m in self.first.methods}
         if method is not None and method not in known:
             raise ValueError(f"method is {method!r}; expected {' or '.join(known)}.")
         self.method = known[next(iter(known)) if method is None else method]
@@ -169,11 +169,11 @@ class _Run:
 
     def _read(self, right: Sequence[Any] | None) -> Iterator[Reading]:
         is_asked, reading_token = self._is_asked, self.reading_token
-        for i, one in self.of(self.indices):
-            require_texts(one, "a report")
+        for i, explanation in self.of(self.indices):
+            require_texts(explanation, "a report")
             label = None if right is None or right[i] is None else str(right[i]).strip()
             options = (label, is_asked, reading_token)
-            yield read(one.examples[0], self.method.name, i, "word", *options)
+            yield read(explanation.examples[0], self.method.name, i, "word", *options)
 
 
 def _opened(data: Explanations | str | Path) -> Explanations:
@@ -186,11 +186,11 @@ def _opened(data: Explanations | str | Path) -> Explanations:
 
 def _other(run: _Run, against: Explanations | str | Path) -> _Run:
     reading_token, labels = run.reading_token, run.labels
-    methods = [one.name for one in run.first.methods]
+    methods = [m.name for m in run.first.methods]
     if isinstance(against, str) and against in methods:
         return _Run(run.data, against, reading_token, labels)
     other = _opened(against)
-    names = [one.name for one in other[0].methods] if len(other) else []
+    names = [m.name for m in other[0].methods] if len(other) else []
     method = run.method.name if run.method.name in names else None
     return _Run(other, method, reading_token, labels if isinstance(labels, str) else None)
 
@@ -201,7 +201,7 @@ def _columns(run: _Run, by: Any) -> dict[str, list[Any]]:
         return {}
     if isinstance(by, str):
         by = [by]
-    is_names = hasattr(run.data, "column") and all(isinstance(one, str) for one in by)
+    is_names = hasattr(run.data, "column") and all(isinstance(value, str) for value in by)
     if is_names and len(by) != len(run.data):
         columns = {name: run.column(name, "by") for name in by}
     elif len(by) == len(run.data):
@@ -220,12 +220,12 @@ def _slices(
     slicer: Slicer, columns: Mapping[str, list[Any]], groups: np.ndarray | None
 ) -> list[Slice]:
     readings = slicer.readings
-    found = [] if groups is None else slicer.groups(groups)
+    slices = [] if groups is None else slicer.groups(groups)
     for name, values in columns.items():
-        found += slicer.by_value(name, values)
+        slices += slicer.by_value(name, values)
     told = {True: "right", False: "wrong", None: None}
-    found += slicer.by_value("prediction", [told[one.right] for one in readings])
-    return found + slicer.by_value("target", [one.target for one in readings], least=FEW)
+    slices += slicer.by_value("prediction", [told[reading.right] for reading in readings])
+    return slices + slicer.by_value("target", [reading.target for reading in readings], least=FEW)
 
 
 def _examples(
@@ -237,21 +237,21 @@ def _examples(
     changed: Change | None,
 ) -> tuple[ReportExample, ...]:
     labels = np.zeros(len(rows), dtype=int) if groups is None else groups
-    names = [one.name for one in slices if one.by == "group"]
+    names = [part.name for part in slices if part.by == "group"]
     far, places = distances(rows, labels), plane(rows)
     moved = {} if changed is None else changed.examples
     flipped = set() if changed is None else set(changed.flipped)
     return tuple(
         ReportExample(
-            **one.facts,
+            **reading.facts,
             group=names[labels[k]] if names else None,
             distance=float(far[k]),
             place=(float(places[k, 0]), float(places[k, -1])),
             columns={name: values[k] for name, values in columns.items()},
-            moved=moved.get(one.index),
-            flipped=one.index in flipped,
+            moved=moved.get(reading.index),
+            flipped=reading.index in flipped,
         )
-        for k, one in enumerate(readings)
+        for k, reading in enumerate(readings)
     )
 
 
@@ -261,15 +261,15 @@ def _shown(
     # Rows of the data, the most wanted first: the most and the least typical of all, those that
     # changed most or whose prediction flipped, the surest of the wrong predictions, then the most
     # and the least typical of each slice in turn.
-    moved = [one for one in examples if one.moved is not None]
+    moved = [example for example in examples if example.moved is not None]
     moved.sort(key=lambda one: -(one.moved or 0))
-    wrong = [one for one in examples if one.right is False]
+    wrong = [example for example in examples if example.right is False]
     wrong.sort(key=lambda one: one.probability or 0)
     wanted = [*everything.typical, *everything.untypical]
-    wanted += [one.index for one in moved[:EACH]]
-    wanted += [one.index for one in moved if one.flipped][:EACH]
-    wanted += [one.index for one in wrong[:EACH]]
-    for rank in range(max((len(one.typical) for one in slices), default=0)):
+    wanted += [example.index for example in moved[:EACH]]
+    wanted += [example.index for example in moved if example.flipped][:EACH]
+    wanted += [example.index for example in wrong[:EACH]]
+    for rank in range(max((len(part.typical) for part in slices), default=0)):
         for part in slices:
             for rows in (part.typical, part.untypical):
                 wanted += rows[rank : rank + 1]

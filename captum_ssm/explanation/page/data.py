@@ -69,35 +69,39 @@ def _is_written(explanation: Explanation, example: Example) -> bool:
 
 
 def _example(example: Example, methods: list[str], is_written: bool) -> dict[str, Any]:
-    found = {name: example.relevance[name] for name in methods if name in example.relevance}
+    relevance = {name: example.relevance[name] for name in methods if name in example.relevance}
     data = {
         "name": example.name,
         "outputs": [_output(output, example.tokens) for output in example.outputs],
         "deltas": {
-            name: _numbers(example.deltas[name]) for name in found if name in example.deltas
+            name: _numbers(example.deltas[name]) for name in relevance if name in example.deltas
         },
         "maps": [_maps(maps) for maps in example.maps],
         "validation": _validation(example.validation),
-        "opening": opening_of(example, next(iter(found))) if is_written and found else None,
+        "opening": opening_of(example, next(iter(relevance))) if is_written and relevance else None,
         "circuits": _circuits(example),
     }
     if example.image is not None:
-        return data | _image(example.image, example.grid, found)
+        return data | _image(example.image, example.grid, relevance)
     if example.series is not None:
-        return data | _series(example.series, example.features, found)
+        return data | _series(example.series, example.features, relevance)
     whole = whole_of(example, is_written)
     units = {unit: divided(spans, whole) for unit, spans in example.units.items()}
     return data | {
         "tokens": picture_names(example.pictures, [token.text for token in example.tokens]),
-        **({"pictures": [_picture(one) for one in example.pictures]} if example.pictures else {}),
-        "unknown": [[k, one.read_as] for k, one in enumerate(example.tokens) if one.read_as],
+        **(
+            {"pictures": [_picture(picture) for picture in example.pictures]}
+            if example.pictures
+            else {}
+        ),
+        "unknown": [[k, token.read_as] for k, token in enumerate(example.tokens) if token.read_as],
         "special": [k for k, token in enumerate(example.tokens) if token.start == token.end],
         "prompt": example.prompt,
         "units": {
             unit: {"ends": [span.end for span in spans], "names": [span.name for span in spans]}
             for unit, spans in units.items()
         },
-        "rows": {name: packed(rows) for name, rows in found.items()},
+        "rows": {name: packed(rows) for name, rows in relevance.items()},
         **({} if whole is None else {"whole": whole}),
     }
 

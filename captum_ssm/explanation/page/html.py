@@ -138,8 +138,10 @@ def _document(data: dict[str, Any], style: str, code: str, start: str) -> str:
 def extras_of(data: dict) -> tuple[bool, bool, bool]:
     """Whether any example of a page's data has a circuit, a whole answer, or images in a text."""
     examples = data["examples"]
-    circuits = any(one["circuits"] for one in examples)
-    answers, pictures = (any(name in one for one in examples) for name in ("whole", "pictures"))
+    circuits = any(example["circuits"] for example in examples)
+    answers, pictures = (
+        any(name in example for example in examples) for name in ("whole", "pictures")
+    )
     return circuits, answers, pictures
 
 

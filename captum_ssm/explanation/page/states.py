@@ -75,11 +75,11 @@ def _layer(
 
 def _line(positions: Sequence[Row], measure: str) -> list[list[Any]]:
     # Means over heads, by the first position of each range.
-    found: dict[int, list[float]] = defaultdict(list)
+    means: dict[int, list[float]] = defaultdict(list)
     for row in positions:
         if row["measure"] == measure and math.isfinite(row["mean"]):
-            found[row["start"]].append(row["mean"])
-    return [[start, rounded(sum(v) / len(v), 4)] for start, v in sorted(found.items())]
+            means[row["start"]].append(row["mean"])
+    return [[start, rounded(sum(v) / len(v), 4)] for start, v in sorted(means.items())]
 
 
 def _tokens(sinks: Sequence[Row]) -> list[dict[str, Any]]:

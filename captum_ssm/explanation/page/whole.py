@@ -33,8 +33,8 @@ def whole_of(example: Example, is_written: bool) -> dict[str, Any] | None:
     spans = [_said(example, *region) for region in regions if region[0] != "prompt"]
     first = parts[0] if parts else None if example.circuits else spans[-1][1:]
     return {
-        "regions": [list(one) for one in regions],
-        "spans": [list(one) for one in spans],
+        "regions": [list(region) for region in regions],
+        "spans": [list(span) for span in spans],
         "opening": first and list(first),
     }
 
