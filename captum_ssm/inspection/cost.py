@@ -117,9 +117,9 @@ class Costs:
         """The resource usage of one call."""
 
         def made(sample: Request, tokens: int) -> Any:
-            given = {name: self._cut_option(tokens, name, v) for name, v in options.items()}
+            cut_options = {name: self._cut_option(tokens, name, v) for name, v in options.items()}
             extra = sample.named or sample.positional or None
-            return call(inputs=sample.given, additional_forward_args=extra, **given)
+            return call(inputs=sample.given, additional_forward_args=extra, **cut_options)
 
         return self._extrapolated(made)
 
@@ -128,21 +128,24 @@ class Costs:
         return self._extrapolated(_forward)
 
     def _extrapolated(self, call: Callable[[Request, int], Any]) -> Estimate:
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         for lengths in self._lengths():
-            if found and found[-1].peak[0] * (lengths[-1] / self.lengths[-1]) ** 2 > BUDGET:
+            if (
+                measurements
+                and measurements[-1].peak[0] * (lengths[-1] / self.lengths[-1]) ** 2 > BUDGET
+            ):
                 break
-            self.lengths, found = lengths, [self._measured(call, n) for n in lengths]
+            self.lengths, measurements = lengths, [self._measured(call, n) for n in lengths]
 
         def total(values: list[float]) -> int:
             fixed, growing = fitted(self.lengths, values, self.length)
             return round(fixed + self.batch * growing)
 
-        result = total([r.result[1] for r in found])
-        low = total([r.peak[0] - r.result[0] for r in found])
-        high = total([r.peak[1] for r in found]) - result
+        result = total([r.result[1] for r in measurements])
+        low = total([r.peak[0] - r.result[0] for r in measurements])
+        high = total([r.peak[1] for r in measurements]) - result
         runs = [self._run(n) for n in self.lengths]
-        rest = [max(0.0, r.seconds - run) for r, run in zip(found, runs, strict=True)]
+        rest = [max(0.0, r.seconds - run) for r, run in zip(measurements, runs, strict=True)]
         forward = runs[-1] * self.length / self.lengths[-1]
         seconds = forward + grown(self.lengths, rest, self.length)
         return Estimate(result, low, max(low, high), self.batch * seconds, seconds / forward)

@@ -62,7 +62,7 @@ class HeadRoles(tuple[HeadRole, ...]):
     def by_role(self) -> dict[str | None, float]:
         """By role, the part of the size of all heads that its heads have, the largest first."""
         roles = {head.role for head in self}
-        parts = {role: sum(one.part for one in self if one.role == role) for role in roles}
+        parts = {role: sum(head.part for head in self if head.role == role) for role in roles}
         return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
     def table(self, count: int = 10) -> str:
@@ -71,10 +71,16 @@ class HeadRoles(tuple[HeadRole, ...]):
         rows = [("layer", "head", "role", "size", "part", *roles)]
         rows += [
             (
-                *(one.layer, str(one.head), one.role or "-", f"{one.size:.3g}", f"{one.part:.1%}"),
-                *(f"{one.shares[role]:.2f}/{one.chance[role]:.2f}" for role in roles),
+                *(
+                    head.layer,
+                    str(head.head),
+                    head.role or "-",
+                    f"{head.size:.3g}",
+                    f"{head.part:.1%}",
+                ),
+                *(f"{head.shares[role]:.2f}/{head.chance[role]:.2f}" for role in roles),
             )
-            for one in self[:count]
+            for head in self[:count]
         ]
         lines = text_table(rows)
         if len(self) > count:
@@ -142,11 +148,13 @@ def head_roles(
             "RelevanceFlow(model).edges(...) or captum_ssm.hidden_attention(model, inputs)."
         )
     counted = _roles_of(tokens, separators, mask)
-    found = {layer: _summed(layer, one, counted, groups) for layer, one in maps.items()}
-    total = sum(size for sizes, _, _ in found.values() for size in sizes.tolist()) or 1.0
+    by_layer = {
+        layer: _summed(layer, of_layer, counted, groups) for layer, of_layer in maps.items()
+    }
+    total = sum(size for sizes, _, _ in by_layer.values() for size in sizes.tolist()) or 1.0
     heads = [
         _named(layer, m, size, total, *(dict(zip(counted.by_role, x, strict=True)) for x in parts))
-        for layer, (sizes, shares, chance) in found.items()
+        for layer, (sizes, shares, chance) in by_layer.items()
         for m, (size, *parts) in enumerate(
             zip(sizes.tolist(), shares.T.tolist(), chance.T.tolist(), strict=True)
         )
@@ -171,11 +179,11 @@ def _named(
     shares: dict[str, float],
     chance: dict[str, float],
 ) -> HeadRole:
-    found = HeadRole(layer, head, None, size, size / total, shares, chance)
-    excess = found.excess
+    unnamed = HeadRole(layer, head, None, size, size / total, shares, chance)
+    excess = unnamed.excess
     best = max(excess, key=excess.__getitem__)
     is_clear = is_clearly_above_chance(shares[best], chance[best])
-    return replace(found, role=best) if is_clear else found
+    return replace(unnamed, role=best) if is_clear else unnamed
 
 
 class _Roles(NamedTuple):
@@ -214,12 +222,12 @@ def _roles_of(tokens: Tensor, separators: Sequence[int], mask: Tensor | None) ->
 
 
 def _summed(
-    layer: str, one: LayerEdges | Tensor, roles: _Roles, groups: int | None
+    layer: str, maps: LayerEdges | Tensor, roles: _Roles, groups: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     # By head: its size (M,), and by role its shares and those of chance, (roles, M).
-    K, M = len(roles.by_role), _count(layer, one, groups)
+    K, M = len(roles.by_role), _count(layer, maps, groups)
     size = torch.zeros(1 + 2 * K, M, dtype=torch.float64)
-    for index, rows in _rows(layer, one, roles.readable.shape, M):
+    for index, rows in _rows(layer, maps, roles.readable.shape, M):
         rows = rows.abs().cpu().double()  # (B, M, R, L)
         of_row = rows.sum(3)
         readable = roles.readable[:, index]
@@ -232,13 +240,13 @@ def _summed(
     return size[0], shares[:K], shares[K:]
 
 
-def _count(layer: str, one: LayerEdges | Tensor, groups: int | None) -> int:
+def _count(layer: str, maps: LayerEdges | Tensor, groups: int | None) -> int:
     # The heads of a mixer: its maps, or groups of channels that have a map each.
-    if not isinstance(one, LayerEdges):
-        return one.shape[1]
-    channels = one.operator.channels
-    if groups is None or one.heads_count < channels:
-        return one.heads_count
+    if not isinstance(maps, LayerEdges):
+        return maps.shape[1]
+    channels = maps.operator.channels
+    if groups is None or maps.heads_count < channels:
+        return maps.heads_count
     if groups < 1 or channels % groups:
         raise ValueError(
             f"groups is {groups}; expected a divisor of the {channels} channels of {layer}, or "
@@ -248,32 +256,32 @@ def _count(layer: str, one: LayerEdges | Tensor, groups: int | None) -> int:
 
 
 def _rows(
-    layer: str, one: LayerEdges | Tensor, shape: Sequence[int], count: int
+    layer: str, maps: LayerEdges | Tensor, shape: Sequence[int], count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # Rows that are not zero, by head: their tokens (R,) and (B, M, R, L).
-    if isinstance(one, LayerEdges):
-        given = (one.operator.batch, one.operator.length)
-        live = (one.out != 0).any(0).nonzero()[:, 0].cpu()
-        width = one.operator.channels
+    if isinstance(maps, LayerEdges):
+        size = (maps.operator.batch, maps.operator.length)
+        live = (maps.out != 0).any(0).nonzero()[:, 0].cpu()
+        width = maps.operator.channels
     else:
-        given = (one.shape[0], one.shape[-1])
-        live, width = torch.arange(one.shape[2]), one.shape[1]
-        if one.dim() != 4 or one.shape[2] != one.shape[3]:
+        size = (maps.shape[0], maps.shape[-1])
+        live, width = torch.arange(maps.shape[2]), maps.shape[1]
+        if maps.dim() != 4 or maps.shape[2] != maps.shape[3]:
             raise InputError(
-                f"the maps of {layer} have shape {tuple(one.shape)}; expected (B, M, L, L), one "
+                f"the maps of {layer} have shape {tuple(maps.shape)}; expected (B, M, L, L), one "
                 "map per head and a row for every token."
             )
-    if given != tuple(shape[:2]):
+    if size != tuple(shape[:2]):
         raise InputError(
-            f"tokens has shape {tuple(shape[:2])}, and {layer} works on {given[1]} tokens of "
-            f"{given[0]} texts; expected the ids that the maps are of."
+            f"tokens has shape {tuple(shape[:2])}, and {layer} works on {size[1]} tokens of "
+            f"{size[0]} texts; expected the ids that the maps are of."
         )
-    step = max(1, _TILE // (given[0] * width * given[1]))
+    step = max(1, _TILE // (size[0] * width * size[1]))
     for index in live.split(step):
-        if isinstance(one, LayerEdges):
-            yield index, _by_head(one, index, count)
+        if isinstance(maps, LayerEdges):
+            yield index, _by_head(maps, index, count)
         else:
-            yield index, one[:, :, index]
+            yield index, maps[:, :, index]
 
 
 def _by_head(layer: LayerEdges, index: Tensor, count: int) -> Tensor:

@@ -102,8 +102,8 @@ def hidden_attention(
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
             else:
                 index = frozen.row_index(rows, layer.shape)
-                found = operator.rows(index, reduction)
-                maps[layer.name] = _mask_rows(found, index, frozen)
+                map_rows = operator.rows(index, reduction)
+                maps[layer.name] = _mask_rows(map_rows, index, frozen)
     return maps
 
 
@@ -158,8 +158,8 @@ def _require_memory(
     )
 
 
-def _mask_rows(found: Tensor, index: Tensor, frozen: FrozenModel) -> Tensor:
-    if frozen.mask is None or frozen.mask.shape[1] != found.shape[-1]:
-        return found
+def _mask_rows(map_rows: Tensor, index: Tensor, frozen: FrozenModel) -> Tensor:
+    if frozen.mask is None or frozen.mask.shape[1] != map_rows.shape[-1]:
+        return map_rows
     masks = frozen.mask.gather(1, index)[..., None] * frozen.mask[:, None, :]  # (B, R, L)
-    return found * (masks if found.dim() == 3 else masks[:, None])
+    return map_rows * (masks if map_rows.dim() == 3 else masks[:, None])

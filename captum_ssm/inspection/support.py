@@ -164,8 +164,8 @@ def likeliest(request: Request, output: Any) -> Any:
         return None
     if logits.dim() == 3 and request.is_language_output(logits):
         return int(logits[0, -1].argmax())
-    found = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
-    index = tuple(int(one) for one in found)
+    indices = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
+    index = tuple(int(i) for i in indices)
     return index[0] if len(index) == 1 else index
 
 
@@ -179,7 +179,7 @@ def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
     """What of one mixer can be explained."""
     grid = frozen.grids[layer.step]
     module = layer.source.module
-    found = MixerSupport(
+    support = MixerSupport(
         layer.name,
         type(module).__name__,
         how_known(module),
@@ -197,9 +197,9 @@ def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
             deviation = Deviation.of(layer.call, Rebuilt.of(mixer))
             error, of_recurrence, _ = deviation.errors(layer.mask)
     except ERRORS as problem:
-        return replace(found, problem=first_line(problem))
-    found = replace(
-        found,
+        return replace(support, problem=first_line(problem))
+    support = replace(
+        support,
         order=_orders(layer, mixer),
         maps=mixer.recurrence.maps,
         error=error,
@@ -207,7 +207,9 @@ def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
         neighbor_share=mixer.neighbor_share,
     )
     fits = error <= tolerances_of(layer.source, mixer.rounding).kernels
-    return found if fits else replace(found, problem=f"not reproduced: relative error {error:.0e}")
+    return (
+        support if fits else replace(support, problem=f"not reproduced: relative error {error:.0e}")
+    )
 
 
 def _orders(layer: FrozenCall, mixer: FrozenMixer) -> str:
@@ -218,11 +220,11 @@ def _orders(layer: FrozenCall, mixer: FrozenMixer) -> str:
         scans = mixer.scans_in_order()
     except UnsupportedModelError:  # only its scans could be measured, as one operator
         return _order(layer.order) if mixer.recurrence.is_causal else "both ways"
-    found = {
+    orders = {
         _order(order) if scan.recurrence.is_causal else "both ways" for scan, order, _ in scans
     }
-    several = "its own" in found and len(scans) > 1
-    return f"{len(scans)} orders" if several else " + ".join(sorted(found))
+    several = "its own" in orders and len(scans) > 1
+    return f"{len(scans)} orders" if several else " + ".join(sorted(orders))
 
 
 def _order(order: Tensor | None) -> str:

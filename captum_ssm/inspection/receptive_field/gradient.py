@@ -253,7 +253,7 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs.requires_grad_()
     with on_thrown_away(request) as (of_copies, copies), plain_graph():
         mixers = [mixer for _, mixer in find_mixers(copies.root)]
-        tables = [one for one in copies.root.modules() if isinstance(one, nn.Embedding)]
+        tables = [module for module in copies.root.modules() if isinstance(module, nn.Embedding)]
         with (
             watch_modules(mixers, after=keep),
             watch_modules(tables if request.by_ids else (), after=embed),
