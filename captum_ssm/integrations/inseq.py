@@ -41,11 +41,11 @@ class InseqAttribution(FeatureAttribution, Registry):
         self, attribute_fn_main_args: dict[str, Any], attribution_args: dict[str, Any] | None = None
     ) -> FeatureAttributionStepOutput:
         """Relevance ``(B, L)`` of the tokens before one that is explained."""
-        found = self.method.attribute(**attribute_fn_main_args, **(attribution_args or {}))
+        attributions = self.method.attribute(**attribute_fn_main_args, **(attribution_args or {}))
         scores = {}
-        if isinstance(found[0], tuple):
-            found, scores["deltas"] = found
-        (relevance,) = found  # of the embeddings, (B, L, E)
+        if isinstance(attributions[0], tuple):
+            attributions, scores["deltas"] = attributions
+        (relevance,) = attributions  # of the embeddings, (B, L, E)
         return FeatureAttributionStepOutput(
             target_attributions=relevance.sum(-1), step_scores=scores
         )

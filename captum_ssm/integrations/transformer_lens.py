@@ -40,7 +40,7 @@ class ExactGatedDeltaNet(GatedDeltaNetBridge):
             )
         q, k, beta, log_decay = (cache[name].float() for name in names)
         repeat = beta.shape[-1] // k.shape[-2]  # each key head serves consecutive value heads
-        q, k = (unit(one).repeat_interleave(repeat, 2) for one in (q, k))
+        q, k = (unit(vectors).repeat_interleave(repeat, 2) for vectors in (q, k))
         return delta_rule(q, k, beta, log_decay[..., None], width=1).matrix()
 
 
