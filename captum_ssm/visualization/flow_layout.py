@@ -88,12 +88,12 @@ class FlowLayout:
 
     def _told(self) -> list[Place]:
         # The path that is asked for, or the likeliest from another token than the output's.
-        paths = [[(s, t) for s, t in one["nodes"]] for one in self.data["paths"]]
+        paths = [[(s, t) for s, t in path["nodes"]] for path in self.data["paths"]]
         if self.path is not None:
             if not 0 <= self.path < len(paths):
                 raise ValueError(f"path is {self.path}; expected 0 .. {len(paths) - 1}, or None.")
             return paths[self.path]
-        others = [one for one in paths if one[0][1] != self.data["at"]]
+        others = [path for path in paths if path[0][1] != self.data["at"]]
         return next(iter(others or paths), [])
 
     def _reads(self) -> list[Sequence[Any]]:
@@ -131,9 +131,13 @@ class FlowLayout:
             self.links.append(FlowLink((s, j), (s + 1, i), value, value))
         for s, j, i, value, *_ in shifts:
             self.links.append(FlowLink((s, j), (s, i), value, value))
-        self.nodes = list(dict.fromkeys(p for one in self.links for p in (one.source, one.target)))
+        self.nodes = list(
+            dict.fromkeys(p for link in self.links for p in (link.source, link.target))
+        )
         self.nodes = self.nodes or [(self.W, self.data["at"])]
-        self.busy = {p for one in self.links if not one.is_kept for p in (one.source, one.target)}
+        self.busy = {
+            p for link in self.links if not link.is_kept for p in (link.source, link.target)
+        }
         self.busy |= {(0, t) for t in self.tokens} | {(self.W, self.data["at"])}
         self._sides()
 
@@ -141,7 +145,7 @@ class FlowLayout:
         # What arrives at each node, and what leaves it, from left to right.
         self.into: dict[Place, list[FlowLink]] = {}
         self.out: dict[Place, list[FlowLink]] = {}
-        links = [one for one in self.links if not one.is_shift]
+        links = [link for link in self.links if not link.is_shift]
         for link in sorted(links, key=lambda one: one.source[1]):
             self.into.setdefault(link.target, []).append(link)
         for link in sorted(links, key=lambda one: (not one.is_kept, one.target[1])):
@@ -149,8 +153,8 @@ class FlowLayout:
 
     def _scale(self) -> None:
         sizes = [abs(self.values.get(node, 0.0)) for node in self.nodes]
-        sizes += [sum(abs(one.value) for one in side) for side in self.into.values()]
-        sizes += [sum(abs(one.low) for one in side) for side in self.out.values()]
+        sizes += [sum(abs(link.value) for link in side) for side in self.into.values()]
+        sizes += [sum(abs(link.low) for link in side) for side in self.out.values()]
         self.unit = WIDEST / max([*sizes, 1e-12])
         for link in self.links:
             link.width = self.thick(link.value)
@@ -190,8 +194,8 @@ class FlowLayout:
         return max(
             3.0,
             self.thick(self.values.get(node, 0.0)),
-            sum(one.width for one in self.into.get(node, ())),
-            sum(self.thick(one.low) for one in self.out.get(node, ())),
+            sum(link.width for link in self.into.get(node, ())),
+            sum(self.thick(link.low) for link in self.out.get(node, ())),
         )
 
     def _ends(self) -> None:
@@ -200,11 +204,11 @@ class FlowLayout:
         for node in self.nodes:
             x = self.x[node[1]]
             arriving, leaving = self.into.get(node, []), self.out.get(node, [])
-            left = x - sum(one.width for one in arriving) / 2
+            left = x - sum(link.width for link in arriving) / 2
             for link in arriving:
                 link.x = link.x[0], left + link.width / 2
                 left += link.width
-            left = x - sum(self.thick(one.low) for one in leaving) / 2
+            left = x - sum(self.thick(link.low) for link in leaving) / 2
             for link in leaving:
                 link.x = left + self.thick(link.low) / 2, link.x[1]
                 left += self.thick(link.low)
@@ -213,9 +217,9 @@ class FlowLayout:
         y = TURNED if self.is_turned else BELOW
         self.y = {0: y}
         for first, end in pairwise(self.stages):
-            links = [one for one in self.links if not one.is_kept and one.source[0] == first]
+            links = [link for link in self.links if not link.is_kept and link.source[0] == first]
             jumps = bool(links) and self.data["layers"][first]["kind"] != "recurrence"
-            needed = sum(one.width + LANE for one in links) + 20
+            needed = sum(link.width + LANE for link in links) + 20
             height = QUIET if not links else JUMP if jumps else max(RUN, needed)
             if links and not jumps:
                 _lanes(links, y + (height - needed) / 2 + 10 + LANE / 2)

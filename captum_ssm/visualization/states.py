@@ -73,12 +73,12 @@ def _draw_half_lives(axes: Any, report: StateReport, layers: Sequence[str]) -> N
 
 
 def _draw_line(axes: Any, report: StateReport, layer: str, measure: str, color: Any) -> None:
-    found: dict[int, list[float]] = {}
+    means: dict[int, list[float]] = {}
     for row in report.positions:
         if (row["layer"], row["measure"]) == (layer, measure):
-            found.setdefault(row["start"] + 1, []).append(row["mean"])
-    at = sorted(found)
-    axes.plot(at, [np.nanmean(found[x]) for x in at], "o-", color=color, markersize=3, linewidth=1)
+            means.setdefault(row["start"] + 1, []).append(row["mean"])
+    at = sorted(means)
+    axes.plot(at, [np.nanmean(means[x]) for x in at], "o-", color=color, markersize=3, linewidth=1)
 
 
 def _colors(n: int) -> list[Any]:
