@@ -147,5 +147,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    own = {name for name in globals() if name.startswith("__")}
-    return sorted({*own, *__all__, *(module.name for module in iter_modules(__path__))})
+    dunders = {name for name in globals() if name.startswith("__")}
+    return sorted({*dunders, *__all__, *(module.name for module in iter_modules(__path__))})
