@@ -360,9 +360,9 @@ def _times_finer(edge: GradientEdge, tokens: int) -> float:
     return min(sizes, default=math.inf) / tokens
 
 
-def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[int]) -> bool:
+def is_closed(root: Tensor, tensors: Collection[Tensor], parameters: Collection[int]) -> bool:
     """Whether a tensor depends on some tensors, and else on nothing but some parameters."""
-    ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, given)}
+    ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, tensors)}
     stops = {node for node, _ in ends}
     start = get_gradient_edge(root).node
     for _, edge in edges_before(start, (), lambda edge: edge.node not in stops):

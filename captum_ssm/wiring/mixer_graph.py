@@ -206,10 +206,10 @@ class MixerGraph:
         assert point is not None
         return torch.arange(point.tokens) if order is None else order
 
-    def in_order(self, i: int, found: Tensor) -> Tensor:
+    def in_order(self, i: int, numbers: Tensor) -> Tensor:
         """Numbers of the tokens of i, as in :meth:`order`, in the model's order: ``(B, T)``."""
-        flat = torch.empty_like(found.flatten())
-        flat[self.order(i).to(flat.device)] = found.flatten()
+        flat = torch.empty_like(numbers.flatten())
+        flat[self.order(i).to(flat.device)] = numbers.flatten()
         return flat.view(self.batch, -1)
 
     def windows(self, i: int) -> Tensor | None:

@@ -308,7 +308,7 @@ class TokenMaps:
             return ()
         source = self._source(paired, i, k)
         if source is None or not is_whole:
-            raise graph.refused(k, i, "in other places, without the residual stream there")
+            raise graph.refused(i, k, "in other places, without the residual stream there")
         return ((graph.step_of[k], self._sourced(i, k, graph.in_order(i, source).flatten())),)
 
     def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:

@@ -222,7 +222,7 @@ def test_the_share_is_said():
 WITHOUT_STREAM = {
     "at a mixer": ("between a and c", lambda m, h, y: (h + y) + m.c(h + y)),
     "at the output": ("between a and the output", lambda m, h, y: h + m.c(h) + y),
-    "in other places": ("between c and a", lambda m, h, y: (h + y.flip(1)) + m.c(h + y.flip(1))),
+    "in other places": ("between a and c", lambda m, h, y: (h + y.flip(1)) + m.c(h + y.flip(1))),
 }
 
 
