@@ -325,8 +325,8 @@ class LaTIM(TokenAttribution):
         # The model frozen for every token at once: the score is the sum of one logit per position.
         count = len(request.inputs)
 
-        def summed(*given: Any, **_: Any) -> Tensor:
-            logits = extract_logits(request.run(given[:count]))
+        def summed(*arguments: Any, **_: Any) -> Tensor:
+            logits = extract_logits(request.run(arguments[:count]))
             return logits_of_tokens(logits, target).sum(1)
 
         return self._run_score(replace(request, forward_func=summed), None, None)

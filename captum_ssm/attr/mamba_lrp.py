@@ -160,7 +160,7 @@ class MambaLRP(TokenAttribution):
         results = [result]
         if arguments.return_convergence_delta:
             left = delta(score, result)
-            results.append(left - sum(one.total.to(left) for one in states.values()))
+            results.append(left - sum(state.total.to(left) for state in states.values()))
         results += [states] if return_states else []
         return result if len(results) == 1 else tuple(results)
 

@@ -48,7 +48,7 @@ class FrozenNorm:
         if weight.shape != x.shape[-1:]:
             return None
         centered = x - x.mean(-1, keepdim=True)
-        rms, std = (torch.rsqrt(one.square().mean(-1, keepdim=True) + eps) for one in (x, centered))
+        rms, std = (torch.rsqrt(z.square().mean(-1, keepdim=True) + eps) for z in (x, centered))
         # An RMS norm, one whose weight is stored minus one (Gemma), or a layer norm.
         forms = (
             cls(weight, rms, False, bias),

@@ -157,29 +157,29 @@ def documented(attribute: Callable[..., Any], method: Callable[..., Any]) -> Cal
     def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
         return attribute(self, *args, **kwargs)
 
-    own = _own_parameters(method)
+    of_method = _own_parameters(method)
     signature = inspect.signature(attribute)
     shared = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     # A stable sort: options of the method stand before ``return_convergence_delta``.
     last = ("return_convergence_delta", *RESULTS, "show_progress")
-    keywords = [p for p in [*shared, *own.values()] if p.kind is p.KEYWORD_ONLY]
+    keywords = [p for p in [*shared, *of_method.values()] if p.kind is p.KEYWORD_ONLY]
     keywords.sort(key=lambda p: last.index(p.name) + 1 if p.name in last else 0)
     parameters = [
         *(p for p in shared if p.kind is not p.KEYWORD_ONLY),
         *keywords,
-        *(p for p in own.values() if p.kind is p.VAR_KEYWORD),
+        *(p for p in of_method.values() if p.kind is p.VAR_KEYWORD),
     ]
     shown.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    shown.__doc__ = _documentation(inspect.cleandoc(method.__doc__ or ""), own)
+    shown.__doc__ = _documentation(inspect.cleandoc(method.__doc__ or ""), of_method)
     return shown
 
 
-def _documentation(written: str, own: Collection[str]) -> str:
+def _documentation(written: str, names: Collection[str]) -> str:
     # The method's own summary, arguments and sections around those that all methods share.
     summary, *parts = re.split(r"^(Args|Returns|Raises|Examples)::?\n", written, flags=re.M)
     sections = dict(zip(parts[::2], (p.strip("\n") + "\n" for p in parts[1::2]), strict=True))
     told = sections.pop("Args", "")
-    known = [name for name in _OPTIONS if name in own]
+    known = [name for name in _OPTIONS if name in names]
     shared = "".join(_OPTIONS[name] for name in known if not re.search(rf"\b{name}\b[ :]", told))
     arguments = _ARGUMENTS + told + shared + _DELTA + _PROGRESS
     returns, raises = sections.pop("Returns", _RETURNS), sections.pop("Raises", _RAISES)

@@ -121,10 +121,10 @@ class RelevanceFlow(MambaLRP):
             raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
         if rule == "integrated":
-            found = self._integrated(arguments, formulation, steps)
+            edges = self._integrated(arguments, formulation, steps)
         else:
-            found = self._asked(arguments, formulation, rule)
-        return found if layers is None else found.of_layers(layers)
+            edges = self._asked(arguments, formulation, rule)
+        return edges if layers is None else edges.of_layers(layers)
 
     def graph(
         self,
@@ -288,9 +288,9 @@ class RelevanceFlow(MambaLRP):
         Args:
             stand_ins (Callable): makes what takes their place.
         """
-        found = copy(self)
-        found.check, found._stand_ins = False, stand_ins
-        return found
+        changed = copy(self)
+        changed.check, changed._stand_ins = False, stand_ins
+        return changed
 
     def _integrated(self, arguments: Arguments, formulation: str, steps: int) -> RelevanceEdges:
         # The mean over runs in which all edges are scaled by (k + 1/2) / steps.
@@ -327,14 +327,14 @@ class RelevanceFlow(MambaLRP):
         run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
-            found = coefficients_of(kept, run.coefficients_at)
-            layers = _layers(frozen, kept, found, formulation)
+            coefficients = coefficients_of(kept, run.coefficients_at)
+            layers = _layers(frozen, kept, coefficients, formulation)
             nodes = nodes_of(streams, run.coefficient_at, frozen.layers[0].device)
         if balanced:
-            nodes = with_ways(nodes, run, found, layers, frozen.layers)
+            nodes = with_ways(nodes, run, coefficients, layers, frozen.layers)
         steps = [list(step.calls) for step in frozen.wiring.steps]
         return RelevanceEdges(
-            {one.name: one for one in layers},
+            {layer.name: layer for layer in layers},
             score.detach().to(frozen.layers[0].device),
             relevance,
             nodes,
@@ -359,12 +359,12 @@ def _kind_of_score(target: Any) -> str:
 
 def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activations]:
     pairs = zip(frozen.layers, stand_ins.made_of, strict=True)
-    return [one if isinstance(one, Activations) else one.activations(x) for x, one in pairs]
+    return [made if isinstance(made, Activations) else made.activations(x) for x, made in pairs]
 
 
 def _natural(kept: Sequence[Activations]) -> str:
     # The formulation in which the edges of one layer end where those of the next begin, if any.
-    return "hidden" if any(one.mixer.has_token_shift for one in kept) else "unified"
+    return "hidden" if any(activations.mixer.has_token_shift for activations in kept) else "unified"
 
 
 def _layers(
@@ -373,8 +373,8 @@ def _layers(
     coefficients: Sequence[Activations],
     formulation: str,
 ) -> list[LayerEdges]:
-    found = [
-        layer_edges(layer, one, found, formulation)
-        for layer, one, found in zip(frozen.layers, kept, coefficients, strict=True)
+    layers = [
+        layer_edges(layer, activations, coefficient, formulation)
+        for layer, activations, coefficient in zip(frozen.layers, kept, coefficients, strict=True)
     ]
-    return [moved(one, one.out.device, frozen.layers[0].device) for one in found]
+    return [moved(edges, edges.out.device, frozen.layers[0].device) for edges in layers]

@@ -101,14 +101,14 @@ class RelevanceStandIns(FrozenStandIns):
 
     def of_others(self) -> list[Tensor | slice]:
         """By start, which of its tokens are not of the first example."""
-        found: list[Tensor | slice] = []
+        others: list[Tensor | slice] = []
         for module, indices, _ in self.embedded:
             rows = rows_of(module, self.table)
             ids = [x for x in self.inputs if not x.is_floating_point()]
             pairs = [(entries_of(indices, x, rows), x[0].numel()) for x in ids]
             entries, count = next((e, n) for e, n in pairs if e is not None)
-            found.append(entries >= count)
-        return [*found, *[slice(1, None)] * (len(self.starts()) - len(found))]
+            others.append(entries >= count)
+        return [*others, *[slice(1, None)] * (len(self.starts()) - len(others))]
 
     def check_embedded(self) -> None:
         """Raise `InputError` where the model does not embed the ids of an input by a table."""
@@ -202,11 +202,11 @@ class StateStandIns(RelevanceStandIns):
 
         def relevance_of(leaves: list[Tensor]) -> list[Tensor]:
             both = [*leaves, *begun]
-            found = times(both, coefficients_at(both, score))
-            rest = iter(found[len(leaves) :])
+            relevance = times(both, coefficients_at(both, score))
+            rest = iter(relevance[len(leaves) :])
             for path, past in self.pasts:
                 self.of_pasts[path] = past.of([next(rest) for _ in past.tensors])
-            return found[: len(leaves)]
+            return relevance[: len(leaves)]
 
         return self.of_inputs(relevance_of)
 

@@ -172,8 +172,8 @@ class SegmentedRun:
         begun = self.bounds[0]
         value, handed_on = None, None
         for k in reversed(range(len(self.starts))):
-            relevance, found, handed_on = self._propagated(k, score, handed_on)
-            value = found if value is None else value
+            relevance, reached, handed_on = self._propagated(k, score, handed_on)
+            value = reached if value is None else value
             parts.append(relevance)
             self.bounds.pop()
         assert value is not None
@@ -184,8 +184,8 @@ class SegmentedRun:
 
     def outputs(self) -> Tensor:
         """What the model returns for the last segment, after :meth:`forward`."""
-        _, found = self._recorded(len(self.starts) - 1)
-        return extract_logits(found.output)
+        _, recording = self._recorded(len(self.starts) - 1)
+        return extract_logits(recording.output)
 
     def _recorded(self, k: int) -> tuple[SegmentStandIns, Recording]:
         # A run of one segment without a graph.
@@ -210,13 +210,13 @@ class SegmentedRun:
             return sum_of([(x * c).sum() for x, c in pairs if c is not None])
 
         with limited_graph(request.module, self.name):
-            found = record(
+            recorded = record(
                 request,
                 score=score if handed_on is None else handing_on,
                 also=stand_ins.picks,
                 substitute=stand_ins,
             )
-        reached = found.score
+        reached = recorded.score
         assert reached is not None
         coefficients: list[Tensor | None] = []
 
@@ -283,11 +283,11 @@ def compare(run: SegmentedRun) -> None:
     """
     with torch.no_grad():
         run.forward()
-        found = run.outputs()
+        outputs = run.outputs()
         expected = extract_logits(run.request.run())
-    if expected.dim() == 3 and expected.shape[1] != found.shape[1]:
-        expected = expected[:, -found.shape[1] :]
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    if expected.dim() == 3 and expected.shape[1] != outputs.shape[1]:
+        expected = expected[:, -outputs.shape[1] :]
+    error = float((outputs - expected).norm() / expected.norm().clamp(min=1e-30))
     known = TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
     limit = Tolerances.of(expected, SLACK * known).kernels
     if not error <= limit:
@@ -321,14 +321,16 @@ def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple
 
     def moved(place: Any) -> Any:
         if torch.is_tensor(place):
-            return torch.tensor([move(int(one)) for one in place.reshape(-1)]).view(place.shape)
+            return torch.tensor([move(int(index)) for index in place.reshape(-1)]).view(place.shape)
         return list(map(move, place)) if isinstance(place, (list, tuple)) else move(int(place))
 
-    def pair(one: Any) -> Any:
-        return (moved(one[0]), one[1]) if isinstance(one, tuple) and len(one) == 2 else one
+    def pair(entry: Any) -> Any:
+        return (
+            (moved(entry[0]), entry[1]) if isinstance(entry, tuple) and len(entry) == 2 else entry
+        )
 
     if isinstance(target, Against):
-        sides = (with_places(one, None, move)[0] for one in (target.target, target.foil))
+        sides = (with_places(side, None, move)[0] for side in (target.target, target.foil))
         target = Against(*sides)
     elif isinstance(target, SpanTarget):
         target = replace(target, positions=moved(target.positions))

@@ -118,7 +118,7 @@ def _added_skips(parts: Sequence[FrozenMixer], scans: Sequence[Scan]) -> list[Te
         return zeros if scan.skip is None else zeros + scan.skip.detach().to(zeros)
 
     added = [skip(part) - skip(scan) for part, scan in zip(parts, scans, strict=True)]
-    return added if any(bool(one.any()) for one in added) else None
+    return added if any(bool(difference.any()) for difference in added) else None
 
 
 def _is_same(part: FrozenMixer, scan: Scan) -> bool:
@@ -227,14 +227,14 @@ class ActivationStandIns(RelevanceStandIns):
 
     def _keep(
         self,
-        given: FrozenMixer,
+        frozen: FrozenMixer,
         mixer: FrozenMixer,
         mixed: list[Tensor],
         gated: Tensor,
         output: Tensor,
     ) -> None:
         # What a mixer was given in this run, and what another one's coefficients made of it.
-        scans = [scan for scan, _, _ in given.scans_in_order()]
+        scans = [scan for scan, _, _ in frozen.scans_in_order()]
         inputs, values = [scan.inputs for scan in scans], [scan.values for scan in scans]
         self.made_of.append(Activations(mixer, inputs, values, mixed, gated, output))
 
@@ -249,9 +249,9 @@ class ActivationStandIns(RelevanceStandIns):
             self.streams.append(BlockStream(before, after, range(first, len(self.made_of))))
             return None
         if is_norm(call.module):
-            given = next(tensors_in((call.args, call.kwargs)))  # in the graph, of its own dtype
-            if given.requires_grad:
-                self.normed.append((len(self.made_of), given))
+            unnormed = next(tensors_in((call.args, call.kwargs)))  # in the graph, of its own dtype
+            if unnormed.requires_grad:
+                self.normed.append((len(self.made_of), unnormed))
         if self.rule == "lrp" or isinstance(call.module, nn.Embedding):
             return super().other(call)
         return None
@@ -329,7 +329,7 @@ class PropagatedRun:
         """A run's coefficients, from one backward pass by a rule."""
         starts = stand_ins.starts()
         around = [x for stream in streams for x in (*stream.before, *stream.after)]
-        inside = [x for one in kept for x in one.tensors]
+        inside = [x for activations in kept for x in activations.tensors]
 
         def of(tensors: list[Tensor]) -> Sequence[Tensor | None]:
             if rule == "lrp":
@@ -348,8 +348,8 @@ class PropagatedRun:
 
     def with_coefficients(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The tensors that the score depends on, with their coefficients."""
-        found = ((x, self.coefficient_at(x)) for x in tensors)
-        return [(x, g) for x, g in found if g is not None]
+        pairs = ((x, self.coefficient_at(x)) for x in tensors)
+        return [(x, g) for x, g in pairs if g is not None]
 
     def relevance_at(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The relevance of tensors' entries, in their shapes."""
@@ -373,14 +373,15 @@ def coefficients_of(
         kept (sequence of Activations): by mixer.
         of (Callable): returns the coefficients at tensors.
     """
-    found = by_identity([x for one in kept for x in one.tensors], of)
+    coefficients = by_identity([x for activations in kept for x in activations.tensors], of)
 
-    def one(x: Tensor) -> Tensor:
-        coefficient = found.get(id(x))
+    def detached(x: Tensor) -> Tensor:
+        coefficient = coefficients.get(id(x))
         return torch.zeros_like(x) if coefficient is None else coefficient.detach()
 
     return [
-        _known_past_scans(layer, layer.replaced([one(x) for x in layer.tensors])) for layer in kept
+        _known_past_scans(layer, layer.replaced([detached(x) for x in layer.tensors]))
+        for layer in kept
     ]
 
 

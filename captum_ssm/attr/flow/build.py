@@ -40,13 +40,13 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
     nodes = _nodes(edges, steps)
     rankings = [[layer.ranking(CANDIDATES) for layer in step] for step in steps]
 
-    out, gate, skip, given, bias = (
+    out, gate, skip, out_of, bias = (
         _summed(steps, name) for name in ("out", "gate", "skip", "out_of", "bias")
     )
-    own, positive = (_summed(rankings, name) for name in ("own", "positive"))
+    diagonal, positive = (_summed(rankings, name) for name in ("own", "positive"))
     residual, constant, shifts = _of_blocks(edges, out)
     passing = nodes[1:] - out
-    stays = passing + own + skip + gate
+    stays = passing + diagonal + skip + gate
     arrived = _arrived(constant, shifts)
     at = (nodes[-1, example] != 0).nonzero()[:, 0].tolist()
     chosen, total = _chosen(steps, rankings, at, example, share)
@@ -55,13 +55,13 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
         nodes=nodes[:, example],
         stays=stays[:, example],
         residual=residual[:, example],
-        own=(own + skip)[:, example],
+        own=(diagonal + skip)[:, example],
         gate=gate[:, example],
         rest=(passing - residual.nan_to_num(0.0))[:, example],
         bias=bias[:, example],
         constant=constant[:, example],
         shifts={o: x[:, example] for o, x in shifts.items()},
-        lost=(nodes[:-1] + arrived - stays - (given - own))[:, example],
+        lost=(nodes[:-1] + arrived - stays - (out_of - diagonal))[:, example],
         edges=chosen,
         heads=_heads(edges, chosen, example),
         positive=positive[:, example],
@@ -78,7 +78,7 @@ def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
 
 def _summed(steps: Sequence[Sequence[LayerEdges | Ranking]], name: str) -> Tensor:
     # The sum over the mixers of each step, (W, B, L).
-    return torch.stack([sum_of([getattr(one, name) for one in step]) for step in steps])
+    return torch.stack([sum_of([getattr(mixer, name) for mixer in step]) for step in steps])
 
 
 def _count(rankings: Sequence[Sequence[Ranking]], tokens: int) -> int:
@@ -89,14 +89,19 @@ def _count(rankings: Sequence[Sequence[Ranking]], tokens: int) -> int:
 
 def _nodes(edges: RelevanceEdges, steps: Sequence[Sequence[LayerEdges]]) -> Tensor:
     # (W + 1, B, L): measured at the blocks' ends, and elsewhere what the books say.
-    books = [sum_of([one.out_of + one.skip + one.gate - one.out for one in step]) for step in steps]
+    books = [
+        sum_of([layer.out_of + layer.skip + layer.gate - layer.out for layer in step])
+        for step in steps
+    ]
     known = _measured(edges)
     W = len(steps)
     if W not in known:
         raise UnsupportedModelError(
             f"{UNKNOWN_STREAM} The edges of each layer are there: call edges()."
         )
-    shapes = {x.shape for x in known.values()} | {one.out.shape for step in steps for one in step}
+    shapes = {x.shape for x in known.values()} | {
+        layer.out.shape for step in steps for layer in step
+    }
     if len(shapes) > 1:
         raise UnsupportedModelError(
             "the layers of this model work on different tokens, so they form no graph over one "
@@ -119,7 +124,11 @@ def _measured(edges: RelevanceEdges) -> dict[int, Tensor]:
 
     def read_later(start: int, here: int) -> Tensor | float:
         ways = (block.ways for block in edges.blocks if block.index >= start)
-        return sum(one.shared for one in ways if one and here not in one.made_of)
+        return sum(
+            block_ways.shared
+            for block_ways in ways
+            if block_ways and here not in block_ways.made_of
+        )
 
     known: dict[int, Tensor] = {}
     for block in blocks:
@@ -191,9 +200,9 @@ def _chosen(
         if value != 0
     ]
     whole = sum(float(r.total[example]) for step in rankings for r in step)
-    candidates = sorted(candidates, key=lambda one: -abs(one[0]))[:CANDIDATES]
+    candidates = sorted(candidates, key=lambda candidate: -abs(candidate[0]))[:CANDIDATES]
     chosen, held = [], 0.0
-    for n in joined([one[:4] for one in candidates], at, len(steps))[:MOST]:
+    for n in joined([candidate[:4] for candidate in candidates], at, len(steps))[:MOST]:
         if held >= share * whole:
             break
         value, _, target, source, name = candidates[n]
@@ -204,16 +213,16 @@ def _chosen(
 
 def _heads(edges: RelevanceEdges, chosen: Sequence[Edge], example: int) -> list[Tensor]:
     # By edge: its relevance by head.
-    found: dict[Edge, Tensor] = {}
+    by_edge: dict[Edge, Tensor] = {}
     for name, layer in edges.items():
         mine = [edge for edge in chosen if edge.layer == name]
         if not mine or layer.heads_count > FEW_HEADS:
-            found |= {edge: torch.zeros(0) for edge in mine}
+            by_edge |= {edge: torch.zeros(0) for edge in mine}
             continue
         targets = sorted({edge.target for edge in mine})
         heads = layer.heads(torch.tensor(targets))[example]  # (M, R, L)
-        found |= {edge: heads[:, targets.index(edge.target), edge.source] for edge in mine}
-    return [found[edge] for edge in chosen]
+        by_edge |= {edge: heads[:, targets.index(edge.target), edge.source] for edge in mine}
+    return [by_edge[edge] for edge in chosen]
 
 
 def _token_relevance(edges: RelevanceEdges, example: int, nodes: Tensor) -> Tensor:

@@ -137,10 +137,10 @@ def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -
     for part, coefficient in run.parts:
         if isinstance(part, int):
             layer = layers[part]
-            own = layer.skip + layer.gate + layer.bias
+            without_edges = layer.skip + layer.gate + layer.bias
             names.append(layer.name)
             kinds.append(layer.kind)
-            rows.append((layer.out_of + own).double())
+            rows.append((layer.out_of + without_edges).double())
             written = written + layer.out.double()
         elif coefficient is not None and bool(coefficient.any()):
             names.append(part.path)

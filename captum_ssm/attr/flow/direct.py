@@ -68,20 +68,20 @@ class DirectRun:
         written, starts = stand_ins.written, stand_ins.starts()
         order: list[int | Written] = sorted(
             [*range(len(kept)), *written],
-            key=lambda one: one if isinstance(one, int) else one.mixers - 0.5,
+            key=lambda part: part if isinstance(part, int) else part.mixers - 0.5,
         )
-        outputs = [kept[one].output if isinstance(one, int) else one.output for one in order]
+        outputs = [kept[part].output if isinstance(part, int) else part.output for part in order]
         streams, _ = streams_of(stand_ins, score)
         around = [x for s in streams for x in (*s.before, *s.after)]
-        found: dict[int, Tensor] = {}
-        with _hooked([(x, partial(_stop, found, id(x))) for x in outputs if x.requires_grad]):
+        at_outputs: dict[int, Tensor] = {}
+        with _hooked([(x, partial(_stop, at_outputs, id(x))) for x in outputs if x.requires_grad]):
             of_all = by_identity(
                 [*starts, *around], lambda x: coefficients_at(x, score, starts, retain_graph=True)
             )
         by_id = ((id(x), of_all.get(id(x))) for x in around)
-        at_streams = {one: g for one, g in by_id if g is not None}
-        coefficients = _inside(kept, found, starts)
-        parts = [(one, found.get(id(x))) for one, x in zip(order, outputs, strict=True)]
+        at_streams = {key: g for key, g in by_id if g is not None}
+        coefficients = _inside(kept, at_outputs, starts)
+        parts = [(part, at_outputs.get(id(x))) for part, x in zip(order, outputs, strict=True)]
         return cls(parts, coefficients, streams, at_streams)
 
     def check(self) -> None:
@@ -96,8 +96,8 @@ class DirectRun:
         for n, stream in enumerate(self.streams):
             for what, tensors in (("before", stream.before), ("after", stream.after)):
                 # A norm of the embeddings, in the first block, is a part of the embedding.
-                given = self._coefficients(tensors) if n or what == "after" else []
-                if not all(_are_parallel(g, last) for g in given):
+                coefficients = self._coefficients(tensors) if n or what == "after" else []
+                if not all(_are_parallel(g, last) for g in coefficients):
                     raise UnsupportedModelError(
                         f"the residual stream {what} block {n + 1} of {len(self.streams)} does not "
                         "reach the output by addition alone (it is gated, normed, pooled or mixed, "
@@ -110,11 +110,11 @@ class DirectRun:
     def total(self, tensors: Sequence[Tensor]) -> Tensor:
         """What tensors of the stream say for the answer directly, ``(B, L)``."""
         last = self.streams[-1].after[0]
-        found = torch.zeros(last.shape[:2], dtype=torch.float64, device=last.device)
+        total = torch.zeros(last.shape[:2], dtype=torch.float64, device=last.device)
         for x in self._own(tensors):
             part = self.at_streams[id(x)].double() * x.detach().double()
-            found = found + part.flatten(2).sum(-1).to(found.device)
-        return found
+            total = total + part.flatten(2).sum(-1).to(total.device)
+        return total
 
     def begins_plainly(self) -> bool:
         """Whether the first block adds to what it is given, and not to a norm of it."""
@@ -126,7 +126,7 @@ class DirectRun:
         # given nothing else, as the first one is.
         shared = shared_tensors(self.streams)
         known = {id(x): x for x in tensors if id(x) in self.at_streams}
-        return [x for one, x in known.items() if one not in shared] or [*known.values()]
+        return [x for key, x in known.items() if key not in shared] or [*known.values()]
 
     def _coefficients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.at_streams[id(x)] for x in self._own(tensors)]
@@ -171,7 +171,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     kinds = {type(block) for block in holding}
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and holding & set(module):
-            yield from (one for one in module if type(one) in kinds)
+            yield from (child for child in module if type(child) in kinds)
 
 
 def _parts(block: nn.Module, mixers: set[nn.Module]) -> Iterator[nn.Module]:
@@ -189,12 +189,12 @@ def _parts(block: nn.Module, mixers: set[nn.Module]) -> Iterator[nn.Module]:
 def _computes(call: MixerCall) -> bool:
     # Whether a module is more than one linear step on the way of what other modules return. The
     # graph shows no activation that is linear piece by piece, such as ReLU: two matrices do.
-    given = [x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad]
-    if not given or call.output.grad_fn is None:
+    inputs = [x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad]
+    if not inputs or call.output.grad_fn is None:
         return False
     if sum(p.dim() > 1 for p in call.module.parameters()) > 1:
         return True
-    start = torch.autograd.graph.get_gradient_edge(given[0]).node
+    start = torch.autograd.graph.get_gradient_edge(inputs[0]).node
     return goes_through_activation(call.output.grad_fn, start)
 
 
@@ -207,29 +207,29 @@ def _hooked(hooks: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Itera
         yield
 
 
-def _stop(found: dict[int, Tensor], key: int, g: Tensor) -> Tensor:
-    # A gradient is put into `found`, and goes no further.
-    found[key] = g.detach()
+def _stop(stopped: dict[int, Tensor], key: int, g: Tensor) -> Tensor:
+    # A gradient is put into `stopped`, and goes no further.
+    stopped[key] = g.detach()
     return torch.zeros_like(g)
 
 
 def _inside(
-    kept: Sequence[Activations], found: dict[int, Tensor], starts: Sequence[Tensor]
+    kept: Sequence[Activations], at_outputs: dict[int, Tensor], starts: Sequence[Tensor]
 ) -> list[Activations]:
     # The coefficients inside of each mixer, from those at the mixers' outputs alone.
-    outputs = [one.output for one in kept if id(one.output) in found]
-    gradients = [found[id(x)] for x in outputs]
-    own = {id(x) for x in outputs}
+    outputs = [activations.output for activations in kept if id(activations.output) in at_outputs]
+    gradients = [at_outputs[id(x)] for x in outputs]
+    output_ids = {id(x) for x in outputs}
     ends = [torch.autograd.graph.get_gradient_edge(x).node for x in starts]
 
     def pulled(tensors: list[Tensor]) -> list[Tensor | None]:
-        inner = [x for x in tensors if id(x) not in own]
+        inner = [x for x in tensors if id(x) not in output_ids]
         roots = [x.grad_fn for x in outputs]
         hooks = [(x, lambda _, g=g: g) for x, g in zip(outputs, gradients, strict=True)]
         with torch.enable_grad(), ruled(roots, ends), _hooked(hooks):
             pulled = torch.autograd.grad(outputs, inner, gradients, allow_unused=True)
         by_id = dict(zip(map(id, inner), pulled, strict=True))
-        return [found.get(id(x)) if id(x) in own else by_id[id(x)] for x in tensors]
+        return [at_outputs.get(id(x)) if id(x) in output_ids else by_id[id(x)] for x in tensors]
 
     return coefficients_of(kept, pulled)
 

@@ -142,13 +142,13 @@ def features_of(
     """
     with torch.no_grad():
         if readout.side == "state":
-            found = _of_state(run, readout, layers)
+            parts = _of_state(run, readout, layers)
         else:
-            found = _of_stream(run, stand_ins, readout)
-    relevance = found.values * found.slopes
+            parts = _of_stream(run, stand_ins, readout)
+    relevance = parts.values * parts.slopes
     names = readout.names or [str(k) for k in range(relevance.shape[-1])]
-    rest = found.total - relevance.sum(-1)
-    return FeatureRelevance(relevance, rest, found.values, names, score.detach())
+    rest = parts.total - relevance.sum(-1)
+    return FeatureRelevance(relevance, rest, parts.values, names, score.detach())
 
 
 def _of_stream(
@@ -180,13 +180,13 @@ def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]
 
 
 def _coefficient(run: PropagatedRun, x: Tensor, what: str) -> Tensor:
-    found = run.coefficient_at(x)
-    if found is None:
+    coefficient = run.coefficient_at(x)
+    if coefficient is None:
         raise UnsupportedModelError(
             f"the score does not depend on {what}; expected a layer before the one that is "
             "explained."
         )
-    return found.detach().to(torch.promote_types(found.dtype, torch.float32))
+    return coefficient.detach().to(torch.promote_types(coefficient.dtype, torch.float32))
 
 
 def _mixer_of(readout: Readout, layers: Sequence[FrozenCall], run: PropagatedRun) -> Activations:

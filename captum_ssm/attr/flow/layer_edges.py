@@ -168,28 +168,28 @@ class LayerEdges:
         """The k largest edges between tokens, and sums of all edges, from tiles of rows."""
         B, L = self.operator.batch, self.operator.length
         step, live = max(1, _TILE // (B * L)), (self.out != 0).any(0)
-        own, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
-        found, total, reads_later = [], torch.zeros_like(self.out[:, 0]), False
+        diagonal, positive = torch.zeros_like(self.out), torch.zeros_like(self.out)
+        largest, total, reads_later = [], torch.zeros_like(self.out[:, 0]), False
         for start in range(0, L, step):
             stop = min(L, start + step)
             if not bool(live[start:stop].any()):
                 continue
             tile = self.tile(start, stop)
             reads_later = reads_later or bool(tile.triu(start + 1).any())
-            own[:, start:stop] = tile.diagonal(start, 1, 2)
+            diagonal[:, start:stop] = tile.diagonal(start, 1, 2)
             tile.diagonal(start, 1, 2).zero_()
             positive[:, start:stop] = tile.clamp(min=0).sum(2)
             total += tile.abs().sum((1, 2))
             size = tile.abs().flatten(1)
             best, at = size.topk(min(k, size.shape[1]), 1)
-            found.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
-        if not found:
+            largest.append((best, tile.flatten(1).gather(1, at), start + at // L, at % L))
+        if not largest:
             none = self.out[:, :0]
-            return Ranking(none, none.long(), none.long(), own, positive, total, reads_later)
-        size, *parts = (torch.cat(part, 1) for part in zip(*found, strict=True))
+            return Ranking(none, none.long(), none.long(), diagonal, positive, total, reads_later)
+        size, *parts = (torch.cat(part, 1) for part in zip(*largest, strict=True))
         at = size.topk(min(k, size.shape[1]), 1).indices
         values, targets, sources = (part.gather(1, at) for part in parts)
-        return Ranking(values, targets, sources, own, positive, total, reads_later)
+        return Ranking(values, targets, sources, diagonal, positive, total, reads_later)
 
     @property
     def error(self) -> Tensor:
@@ -241,8 +241,8 @@ def layer_edges(
     bias = bias + out - gated + offset
     if mixer.own is not None:
         weight, values = mixer.own
-        own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
-        skip, drawn, bias = skip + own, drawn + own, bias - own
+        of_own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
+        skip, drawn, bias = skip + of_own, drawn + of_own, bias - of_own
     mixed = [x.sum(-1) for x in times(kept.with_skips(), g)]
     if kept.is_measured:  # whether its gate is an activation was not
         gate = gated - offset - _of_scans(mixer, mixed)
@@ -344,8 +344,8 @@ def _through_conv(mixer: FrozenMixer, at_values: Tensor) -> Tensor:
     u = mixer.inputs.detach().requires_grad_()
     with torch.enable_grad():
         v = replace(mixer, inputs=u, conv_bias=None).values
-        (found,) = torch.autograd.grad(v, u, at_values.to(v.dtype))
-    return found
+        (at_inputs,) = torch.autograd.grad(v, u, at_values.to(v.dtype))
+    return at_inputs
 
 
 def _columns(operator: TokenOperator) -> Tensor:

@@ -69,22 +69,22 @@ class Steps:
         """By token after a layer, what arrives: ``(source, relevance, share)``, the stay first."""
         stays = self.stays[layer].tolist()
         total = (self.positive[layer] + self.stays[layer].clamp(min=0)).clamp(min=1e-12).tolist()
-        found = {
+        by_token = {
             i: [(i, stay, stay / total[i])] if stay > _LEAST * total[i] else []
             for i, stay in enumerate(stays)
         }
         for s, target, source, value in self.edges:
             if s == layer and value > _LEAST * total[target]:
-                found[target].append((source, value, value / total[target]))
-        return found
+                by_token[target].append((source, value, value / total[target]))
+        return by_token
 
     def shifted(self, layer: int, token: int) -> list[tuple[int, float, float]]:
         """Where what a token's edges begin with is from: as :meth:`arriving`, its own first."""
         L = self.nodes.shape[1]
-        given = {o: float(moved[layer, token]) for o, moved in self.shifts.items()}
+        incoming = {o: float(moved[layer, token]) for o, moved in self.shifts.items()}
         away = [float(x[layer, token + o]) for o, x in self.shifts.items() if 0 <= token + o < L]
-        own = float(self.nodes[layer, token]) - sum(away)
-        parts = [(token, own), *((token - o, value) for o, value in given.items())]
+        remaining = float(self.nodes[layer, token]) - sum(away)
+        parts = [(token, remaining), *((token - o, value) for o, value in incoming.items())]
         total = sum(max(0.0, value) for _, value in parts)
         return [(j, value, value / total) for j, value in parts if value > _LEAST * total]
 
@@ -110,16 +110,16 @@ def _likeliest(ways: Mapping[int, list[Path]], count: int) -> dict[int, list[Pat
 
 def _through_shifts(steps: Steps, s: int, ways: Mapping[int, list[Path]]) -> dict[int, list[Path]]:
     # By token before a layer, ways from there to where its edges begin, and on.
-    found: dict[int, list[Path]] = {}
+    by_token: dict[int, list[Path]] = {}
     for token, of_token in ways.items():
         for j, value, share in steps.shifted(s, token):
-            found.setdefault(j, []).extend(
+            by_token.setdefault(j, []).extend(
                 replace(way, share=way.share * share)
                 if j == token
                 else _longer(way, s, j, value, share)
                 for way in of_token
             )
-    return found
+    return by_token
 
 
 def _longer(way: Path, s: int, j: int, value: float, share: float) -> Path:

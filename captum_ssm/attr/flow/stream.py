@@ -74,14 +74,14 @@ def blocks_of(model: nn.Module) -> set[nn.Module]:
     A block is the child of the innermost ``ModuleList`` or ``Sequential`` around a mixer.
     """
     named = dict(model.named_modules())
-    found: set[nn.Module] = set()
+    blocks: set[nn.Module] = set()
     for path, *_ in find_mixers(model):
         parts = path.split(".")
         for k in range(len(parts), 0, -1):
             if isinstance(named.get(".".join(parts[: k - 1])), (nn.ModuleList, nn.Sequential)):
-                found.add(named[".".join(parts[:k])])
+                blocks.add(named[".".join(parts[:k])])
                 break
-    return found
+    return blocks
 
 
 def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[BlockStream], bool]:
@@ -102,9 +102,9 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[Block
     after = [Point.of(x) for x in blocks[-1].after if x.requires_grad] if blocks else []
     if after and not any(is_read_past(root, leaf, *after) for leaf in leaves):
         return stand_ins.streams, True
-    found = _between_norms(stand_ins, leaves, root)
+    streams = _between_norms(stand_ins, leaves, root)
     # Where later layers read the outputs of several blocks at once, norms tell fewer places apart.
-    return (found, True) if len(found) >= len(blocks) else (stand_ins.streams, False)
+    return (streams, True) if len(streams) >= len(blocks) else (stand_ins.streams, False)
 
 
 def _between_norms(
@@ -125,8 +125,8 @@ def _between_norms(
     tensors = pairwise([*([x] for x in before.values()), last])
     numbers = pairwise([*before, mixers])
     return [
-        BlockStream(given, left, range(first, end))
-        for (given, left), (first, end) in zip(tensors, numbers, strict=True)
+        BlockStream(entering, left, range(first, end))
+        for (entering, left), (first, end) in zip(tensors, numbers, strict=True)
     ]
 
 
@@ -138,22 +138,22 @@ def nodes_of(
     """The relevance of the tokens around each block, on a device, from coefficients of tensors."""
 
     def total(tensors: Sequence[Tensor]) -> Tensor | None:
-        found = (total_of(coefficient(x), x, device) for x in tensors)
-        parts = [part for part in found if part is not None]
+        totals = (total_of(coefficient(x), x, device) for x in tensors)
+        parts = [part for part in totals if part is not None]
         return sum_of(parts) if parts else None
 
     shared = shared_tensors(streams)
-    found = []
+    nodes = []
     for index, stream in enumerate(streams):
-        given = [x for x in stream.before if id(x) not in shared]
-        before, after = total(given), total(stream.after)
+        unshared = [x for x in stream.before if id(x) not in shared]
+        before, after = total(unshared), total(stream.after)
         if before is None or after is None:
             continue
         residual = None
-        if len(given) == len(stream.after) == 1:
-            residual = total_of(coefficient(stream.after[0]), given[0], device)
-        found.append(BlockNodes(stream.mixers, before, after, index, residual))
-    return found
+        if len(unshared) == len(stream.after) == 1:
+            residual = total_of(coefficient(stream.after[0]), unshared[0], device)
+        nodes.append(BlockNodes(stream.mixers, before, after, index, residual))
+    return nodes
 
 
 def shared_tensors(streams: Sequence[BlockStream]) -> set[int]:

@@ -55,12 +55,14 @@ def with_ways(
         calls (sequence of FrozenCall): by mixer.
     """
     shared = shared_tensors(run.streams)
-    found = []
+    nodes = []
     for block in blocks:
         inside = [_Mixer(run.kept[k], coefficients[k], layers[k], calls[k]) for k in block.mixers]
-        one = _BlockOfStream(block, run.streams[block.index], inside, run)
-        found.append(replace(block, ways=one.ways(run.streams, shared)) if one.is_off else block)
-    return found
+        books = _BlockOfStream(block, run.streams[block.index], inside, run)
+        nodes.append(
+            replace(block, ways=books.ways(run.streams, shared)) if books.is_off else block
+        )
+    return nodes
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ class _Mixer:
         name = "inputs" if has_inputs and not is_hidden else "values"
         tensors, coefficients = getattr(self.kept, name), getattr(self.coefficients, name)
         scans = mixer.scans_in_order()
-        found = {
+        sinks = {
             id(x): _Sink(x, g, _composed(self.order, order))  # scans may share one tensor
             for x, g, (_, order, _) in zip(tensors, coefficients, scans, strict=True)
             if x.requires_grad
         }
-        return list(found.values())
+        return list(sinks.values())
 
 
 @dataclass(frozen=True)
@@ -132,16 +134,16 @@ class _BlockOfStream:
     @cached_property
     def sunk(self) -> Tensor:
         """What is to be found at what the block was given and its mixers returned, ``(B, L)``."""
-        return self.nodes.after + sum(one.edges.drawn + one.edges.gate for one in self.mixers)
+        return self.nodes.after + sum(mixer.edges.drawn + mixer.edges.gate for mixer in self.mixers)
 
     @cached_property
     def tolerances(self) -> tuple[float, float]:
         """What surely is rounding of the relevance at a token, and what may be."""
-        outs = [one.edges.out for one in self.mixers]
+        outs = [mixer.edges.out for mixer in self.mixers]
         sums = [x.abs().amax() for x in (self.nodes.before, self.nodes.after, self.sunk, *outs)]
         surely = _BALANCED * float(max(sums))
         tensors = self.run.with_coefficients([*self.stream.before, *self.stream.after])
-        returned = [one.frozen.call.output for one in self.mixers]
+        returned = [mixer.frozen.call.output for mixer in self.mixers]
         eps = max(torch.finfo(x.dtype).eps for x in (*returned, *(x for x, _ in tensors)))
         sizes = [float((g * x.detach()).abs().flatten(2).sum(-1).amax()) for x, g in tensors]
         return surely, max(surely, _ROUNDINGS * eps * max(sizes))
@@ -149,33 +151,33 @@ class _BlockOfStream:
     @property
     def is_off(self) -> bool:
         """Whether relevance is missing from the books of a block of one row of tokens."""
-        rows = [self.nodes.before, self.nodes.after, *(one.edges.out for one in self.mixers)]
+        rows = [self.nodes.before, self.nodes.after, *(mixer.edges.out for mixer in self.mixers)]
         if len({row.shape for row in rows}) > 1:
             return False
-        out = sum(one.edges.out for one in self.mixers)
+        out = sum(mixer.edges.out for mixer in self.mixers)
         missing = self.nodes.before - self.sunk + out
         return bool(missing.abs().amax() > self.tolerances[0])
 
     def ways(self, streams: Sequence[BlockStream], shared: set[int]) -> Ways | None:
         """What balances them; None where tokens are mixed in a way that was not found."""
-        given = [x for x, _ in self.run.with_coefficients(self.stream.before)]
-        starts = [one.starts() for one in self.mixers]
-        if any(one is None for one in starts):
+        inputs = [x for x, _ in self.run.with_coefficients(self.stream.before)]
+        starts = [mixer.starts() for mixer in self.mixers]
+        if any(sinks is None for sinks in starts):
             return None
-        pull = _Pull.of(self, given, [start for one in starts for start in one or []])
+        pull = _Pull.of(self, inputs, [start for sinks in starts for start in sinks or []])
         with torch.enable_grad(), pull.ruled():
             whole = pull.of_tokens(torch.ones_like(self.sunk[0]))
             moved = self._moved(pull, whole.sum(0))
         if moved is None:
             return None
-        of_others = [k for k, x in enumerate(given) if id(x) in shared]
+        of_others = [k for k, x in enumerate(inputs) if id(x) in shared]
         constant = self.sunk - sum(moved.values())
         del moved[0]
         return Ways(
             constant,
             moved,
             whole[of_others].sum(0),
-            _made_of([given[k] for k in of_others], streams, shared),
+            _made_of([inputs[k] for k in of_others], streams, shared),
         )
 
     def _moved(self, pull: _Pull, whole: Tensor) -> dict[int, Tensor] | None:
@@ -203,9 +205,9 @@ class _BlockOfStream:
         moved = {o: torch.zeros_like(self.sunk) for o in offsets}
         for color in range(count):
             is_pulled = t % count == color
-            found = pull.of_tokens(is_pulled.float()).sum(0)
+            pulled = pull.of_tokens(is_pulled.float()).sum(0)
             for o in offsets:
-                moved[o] += torch.where(is_pulled, earlier(found, o), 0)
+                moved[o] += torch.where(is_pulled, earlier(pulled, o), 0)
         return moved
 
 
@@ -221,25 +223,25 @@ class _Pull:
     given: list[Tensor]
 
     @classmethod
-    def of(cls, block: _BlockOfStream, given: list[Tensor], starts: list[_Sink]) -> _Pull:
+    def of(cls, block: _BlockOfStream, inputs: list[Tensor], starts: list[_Sink]) -> _Pull:
         after = [_Sink(x, g, None) for x, g in block.run.with_coefficients(block.stream.after)]
         outs = [
-            _Sink(one.kept.output, g, one.order)
-            for one in block.mixers
-            if (g := block.run.coefficient_at(one.kept.output)) is not None
+            _Sink(mixer.kept.output, g, mixer.order)
+            for mixer in block.mixers
+            if (g := block.run.coefficient_at(mixer.kept.output)) is not None
         ]
-        scans = [y for one in block.mixers for y in one.kept.mixed if y.requires_grad]
+        scans = [y for mixer in block.mixers for y in mixer.kept.mixed if y.requires_grad]
         # What is read where it is given ends there.
-        ends = {id(x) for x in given}
-        at_ends = [one for one in starts if id(one.x) in ends]
-        inside = [one for one in starts if id(one.x) not in ends]
-        return cls([*after, *at_ends], [*outs, *inside], outs, scans, given)
+        ends = {id(x) for x in inputs}
+        at_ends = [sink for sink in starts if id(sink.x) in ends]
+        inside = [sink for sink in starts if id(sink.x) not in ends]
+        return cls([*after, *at_ends], [*outs, *inside], outs, scans, inputs)
 
     @contextmanager
     def ruled(self) -> Iterator[None]:
         """Gradients obey the rules of relevance while the block is open."""
         sinks = (*self.roots, *self.inside)
-        roots = [one.x.grad_fn for one in sinks if one.x.grad_fn is not None]
+        roots = [sink.x.grad_fn for sink in sinks if sink.x.grad_fn is not None]
         with ruled(roots, [get_gradient_edge(x).node for x in self.given]):
             yield
 
@@ -250,24 +252,24 @@ class _Pull:
             weights (Tensor): ``(L,)``, of the tokens' sinks.
         """
         with ExitStack() as stack:
-            for one in self.inside:
-                instead = partial(_instead, one.weighted(weights))
-                stack.enter_context(passing(get_gradient_edge(one.x), instead))
+            for sink in self.inside:
+                instead = partial(_instead, sink.weighted(weights))
+                stack.enter_context(passing(get_gradient_edge(sink.x), instead))
             # What a block was given may be made of a tensor that it is given, too.
             for x in (*self.scans, *(x for x in self.given if x.grad_fn is not None)):
                 stack.enter_context(passing(get_gradient_edge(x), partial(_instead, None)))
-            found = torch.autograd.grad(
-                [one.x for one in (*self.roots, *self.inside)],
-                [*self.given, *(one.x for one in self.outs)],
+            gradients = torch.autograd.grad(
+                [sink.x for sink in (*self.roots, *self.inside)],
+                [*self.given, *(sink.x for sink in self.outs)],
                 [
-                    *(one.weighted(weights) for one in self.roots),
-                    *(torch.zeros_like(one.x) for one in self.inside),
+                    *(sink.weighted(weights) for sink in self.roots),
+                    *(torch.zeros_like(sink.x) for sink in self.inside),
                 ],
                 retain_graph=True,
                 allow_unused=True,
             )
         ends = [*(_Sink(x, None, None) for x in self.given), *self.outs]
-        totals = [one.total(g, weights) for one, g in zip(ends, found, strict=True)]
+        totals = [sink.total(g, weights) for sink, g in zip(ends, gradients, strict=True)]
         n = len(self.given)
         return torch.stack([*totals[:n], sum_of([torch.zeros_like(totals[0]), *totals[n:]])])
 
@@ -275,11 +277,11 @@ class _Pull:
 def earlier(x: Tensor, offset: int) -> Tensor:
     """``(..., L)``: at token t what is at token t - offset, zero where there is none."""
     L = x.shape[-1]
-    found = torch.zeros_like(x)
+    shifted = torch.zeros_like(x)
     if abs(offset) < L:
         to = slice(max(0, offset), L + min(0, offset))
-        found[..., to] = x[..., max(0, -offset) : L - max(0, offset)]
-    return found
+        shifted[..., to] = x[..., max(0, -offset) : L - max(0, offset)]
+    return shifted
 
 
 def _instead(gradient: Tensor | None, _: Tensor | None) -> Tensor | None:
@@ -296,7 +298,9 @@ def _made_of(
     # The blocks whose own part of the stream such tensors were made of.
     roots = [Point.of(x) for x in tensors]
 
-    def own(stream: BlockStream) -> list[Point]:
+    def unshared(stream: BlockStream) -> list[Point]:
         return [Point.of(x) for x in stream.before if id(x) not in shared and x.requires_grad]
 
-    return frozenset(k for k, one in enumerate(streams) if any(dependencies(roots, own(one))))
+    return frozenset(
+        k for k, block in enumerate(streams) if any(dependencies(roots, unshared(block)))
+    )

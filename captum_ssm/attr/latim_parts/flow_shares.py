@@ -36,6 +36,6 @@ def flow_shares(edges: RelevanceEdges, step: int) -> Tensor:
             f"the residual stream around {names} was not found, so it is not known what passes "
             f"these mixers by; {KNOWN_STREAM} Use aggregation='alti_logit'."
         )
-    own = block.before - sum_of([layer.drawn for layer in layers])
-    whole = sum_of([layer.matrix() for layer in layers]) + torch.diag_embed(own)
+    passing = block.before - sum_of([layer.drawn for layer in layers])
+    whole = sum_of([layer.matrix() for layer in layers]) + torch.diag_embed(passing)
     return shares_of(whole.clamp(min=0), torch.arange(whole.shape[1], device=whole.device))

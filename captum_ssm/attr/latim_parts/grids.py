@@ -110,7 +110,9 @@ class ScoreGraph:
         if any(cut.stream is None for cut in cuts):
             return None
         # The graph begins at the inputs themselves.
-        graph = cls(cuts, live.score, [(one.leaf, one.values) for one in input_maps], list)
+        graph = cls(
+            cuts, live.score, [(input_map.leaf, input_map.values) for input_map in input_maps], list
+        )
         with graph._ruled() as carries:
             return None if without_rule(carries) else graph
 
@@ -152,7 +154,7 @@ class ScoreGraph:
         starts = {-1 - k: point for k, (point, _) in enumerate(self.starts)}
         sums = SegmentGraph(exits | starts).sums(Point.of(self.score, None), group)
         ends = [exits[k] for k in group]
-        ways = (edge for one in sums for edge in meetings([Point.at(one)], ends))
+        ways = (edge for node in sums for edge in meetings([Point.at(node)], ends))
         return any(kind_of(edge.node) in MATRICES for edge in ways)
 
     def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
@@ -316,8 +318,10 @@ def _obeys_rules(module: nn.Module) -> bool:
 
 
 def _check_shares(reads: Sequence[tuple[Source, ...]]) -> None:
-    starts = sum(all(earlier < 0 for earlier, _ in one) for one in reads)
-    joined = any(len(one) > 1 and any(link.share is None for _, link in one) for one in reads)
+    starts = sum(all(earlier < 0 for earlier, _ in sources) for sources in reads)
+    joined = any(
+        len(sources) > 1 and any(link.share is None for _, link in sources) for sources in reads
+    )
     if joined or starts > 1:
         raise UnsupportedModelError(
             "LaTIM follows residual streams from grid to grid, and this model has branches: in "
@@ -334,11 +338,13 @@ def _step(group: Sequence[_Mixer], batch: int, *, is_left: bool) -> LayerStep:
         if at_stream is not None and cut.before.shape == cut.exit.shape:
             before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
             groups = []
-            for one, _, at_exit, _ in group:
-                direction = _in_place(one, at_exit, batch)
+            for mixer, _, at_exit, _ in group:
+                direction = _in_place(mixer, at_exit, batch)
                 # Nothing is known of scales where the score reads the stream before the mixers by
                 # another way than that after them.
-                scaled = ([one], direction) if is_left else _multiplied(one, direction, at_before)
+                scaled = (
+                    ([mixer], direction) if is_left else _multiplied(mixer, direction, at_before)
+                )
                 groups.append(scaled)
             return LayerStep(groups, before, at_before)
     raise UnsupportedModelError(

@@ -48,7 +48,7 @@ class _Stream:
         """What a recorded module was given. A fused norm makes a sum that no graph holds."""
         values = first_input(call)
         calls = () if live is None else live.others
-        source = next((one for one in calls if one.order == call.order), None)
+        source = next((other for other in calls if other.order == call.order), None)
         x = None if source is None else next(tensors_in((source.args, source.kwargs)), None)
         is_sum = torch.is_tensor(call.arguments.get("residual"))
         if source is None or x is None or is_sum or not x.requires_grad or x.shape != values.shape:
@@ -88,10 +88,10 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     steps: dict[int, LayerStep] = {}
     scaled: dict[int, FrozenCall] = {}
     direction = at_last
-    for (mixers, given), following in reversed([*zip(read, streams, strict=True)]):
-        group, of_stream = _as_added(mixers, given, following, frozen.others, live)
+    for (mixers, preceding), following in reversed([*zip(read, streams, strict=True)]):
+        group, of_stream = _as_added(mixers, preceding, following, frozen.others, live)
         scaled |= dict(zip(map(id, mixers), group, strict=True))
-        mixed, before = output_of(group).to(final.dtype), of_stream * given.values
+        mixed, before = output_of(group).to(final.dtype), of_stream * preceding.values
         if following is not last and torch.equal(following.values, mixed):
             raise _without_stream(group[0].name)
         local = _local(following.values, before, mixed)
@@ -136,34 +136,34 @@ def _as_added(
     Raises:
         UnreadStreamError: where an output is there by none of these, or the stream by no factor.
     """
-    one = before.values.new_ones(())
+    unit = before.values.new_ones(())
     after = _stream_after(group, norms, before.values, following.values)
     is_sum = _is_sum(group, before.values, after)
     points = [following.point, before.point, *_exits(group, live)]
     known = [point for point in points if point is not None and _is_of(point, after)]
     if len(known) < len(points):
-        return (group if is_sum else _fitted(group, before.values, after)), one
+        return (group if is_sum else _fitted(group, before.values, after)), unit
     root, stream, *exits = known
     # The sum alone may be that within the rounding of a few large tokens.
     if is_sum and all(is_kept(root, point) for point in (stream, *exits)):
-        return group, one
+        return group, unit
     orders = [None if layer.order is None else layer.order.flatten() for layer in group]
     of_stream, *scales = factors(root, [stream, *exits], [None, *orders])
     # A mixer may be given something else than the stream, such as a sum with the embeddings.
-    of_stream = of_stream if dependencies([root], [stream])[0] else one
+    of_stream = of_stream if dependencies([root], [stream])[0] else unit
     if any(scale is None for scale in scales):
         group, scales = _projected(group, root, exits, orders)
-    found = [scale for scale in scales if scale is not None]
-    is_by_token = any(scale.dim() > 1 for scale in found)
-    if of_stream is None or len(found) < len(group) or (is_by_token and len(group) > 1):
+    known_scales = [scale for scale in scales if scale is not None]
+    is_by_token = any(scale.dim() > 1 for scale in known_scales)
+    if of_stream is None or len(known_scales) < len(group) or (is_by_token and len(group) > 1):
         raise UnreadStreamError(
             f"what {group[0].name} returned is added to the residual stream neither by a factor "
             "nor through one matrix for all tokens, or the stream before it is more than "
             f"multiplied; {_ELSE}"
         )
-    pairs = zip(group, found, strict=True)
+    pairs = zip(group, known_scales, strict=True)
     layers = [layer if _is_one(scale) else layer.times(scale) for layer, scale in pairs]
-    return layers, one if _is_one(of_stream) else of_stream.to(one)
+    return layers, unit if _is_one(of_stream) else of_stream.to(unit)
 
 
 def _is_of(point: Point, stream: Tensor) -> bool:
@@ -245,7 +245,9 @@ def _fitted(group: list[FrozenCall], before: Tensor, after: Tensor) -> list[Froz
         products = torch.einsum("nei,nej->eij", x, x), torch.einsum("nei,ne->ei", x, added)
         scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]  # (E, mixers)
         if bool((added - (x * scales).sum(-1)).norm() <= _rounding(added, before)):
-            return [layer.times(one) for layer, one in zip(group, scales.unbind(1), strict=True)]
+            return [
+                layer.times(scale) for layer, scale in zip(group, scales.unbind(1), strict=True)
+            ]
     raise UnreadStreamError(
         f"what {group[0].name} returned is multiplied before it is added to the residual stream, "
         f"by what is not known of {len(added)} tokens without the graph of the run; {_ELSE}"
@@ -300,8 +302,8 @@ def _read_out(
         )
     final = before + output_of(last_group)
     (query,) = frozen.require_query()
-    read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
-    if not bool((read - given).norm() <= 1e-3 * given.norm()):
+    read, pooled_input = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
+    if not bool((read - pooled_input).norm() <= 1e-3 * pooled_input.norm()):
         is_read = query > 1 - 1e-6  # (B, L)
         is_one = bool(is_read.any(1).all())
         if not is_one or _stream_after(last_group, frozen.others, before, final) is final:
@@ -311,7 +313,7 @@ def _read_out(
                 f"stream is not known; {_ELSE}"
             )
         # An MLP adds to the one token; what it adds to the others is not read.
-        final = torch.where(is_read[..., None], given[:, None], final)
+        final = torch.where(is_read[..., None], pooled_input[:, None], final)
     return _Stream(final), query[..., None] * _pulled_back(call)[:, None].to(final.dtype)
 
 
@@ -341,7 +343,7 @@ def _stream_before(layer: FrozenCall, frozen: FrozenModel, live: Recording | Non
             f"stream before it was not recorded; {_ELSE}"
         )
     pairs = () if live is None else zip(live.calls, live.ports, strict=bool(live.ports))
-    entries = [port.entry for one, port in pairs if one.order == layer.source.order]
+    entries = [port.entry for recorded, port in pairs if recorded.order == layer.source.order]
     entry = entries[0].before_move(call.channels) if entries and entries[0] else None
     return _Stream(call.tokens(), None if entry is None else before_casts(entry))
 
