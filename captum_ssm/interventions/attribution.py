@@ -87,8 +87,8 @@ def attribution_patching(
     runs = Runs(pair.corrupted, target, position)
     with torch.no_grad():
         total = Runs(pair.clean, target, position).scores()[0] - runs.scores()[0]
-    found = _gradients if rule == "gradient" else _coefficients
-    slopes = retry_with_copies(lambda: found(pair, runs, check))
+    slopes_of = _gradients if rule == "gradient" else _coefficients
+    slopes = retry_with_copies(lambda: slopes_of(pair, runs, check))
     by_name = [{layer.name: layer for layer in run.layers} for run in (pair.clean, pair.corrupted)]
     results = {}
     for component in wanted:
@@ -155,8 +155,8 @@ def _gradients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]:
     with torch.inference_mode(False), torch.enable_grad():
         with edited(pair.model, None, edit, check=check):
             score = runs.scores()[0]
-        found = coefficients_of([*zeros.values()], lambda x: gradients_at(x, score))
-    return dict(zip(zeros, found, strict=True))
+        gradients = coefficients_of([*zeros.values()], lambda x: gradients_at(x, score))
+    return dict(zip(zeros, gradients, strict=True))
 
 
 def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]:
@@ -174,7 +174,7 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]
         wiring=False,
     )
     names = [layer.name for layer in frozen.layers]
-    kept = [one for one in rules.made_of if isinstance(one, Activations)]
+    kept = [activations for activations in rules.made_of if isinstance(activations, Activations)]
     if len(kept) != len(names):
         raise UnsupportedModelError(
             "a mixer of this model was measured, and runs as it is in relevance propagation, so "
@@ -182,5 +182,5 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]
             "with captum_ssm.register_mixer(module_type, freeze)."
         )
     score, starts = frozen.require_score(), rules.starts()
-    found = coefficients_of(kept, lambda x: coefficients_at(x, score, starts))
-    return dict(zip(names, found, strict=True))
+    coefficients = coefficients_of(kept, lambda x: coefficients_at(x, score, starts))
+    return dict(zip(names, coefficients, strict=True))

@@ -153,10 +153,10 @@ class KeptEdges:
     def at(self, opened: OpenMixer) -> EdgeSet:
         """The edges of one mixer in a run, which tells its tokens, heads and examples."""
         names = (f"{opened.path}:{opened.visit}", opened.path)
-        given = [self.by_layer[name] for name in names if name in self.by_layer]
-        if not given or (len(given) > 1 and given[0].dtype != torch.bool):
-            given = [torch.cat([torch.empty(0, 4, dtype=torch.long), *given])]
-        return _edge_set(opened, given[0], self.remove, self.formulation)
+        edges = [self.by_layer[name] for name in names if name in self.by_layer]
+        if not edges or (len(edges) > 1 and edges[0].dtype != torch.bool):
+            edges = [torch.cat([torch.empty(0, 4, dtype=torch.long), *edges])]
+        return _edge_set(opened, edges[0], self.remove, self.formulation)
 
 
 def _reference(ablation: str | Reference, formulation: str) -> Reference | None:
@@ -236,40 +236,40 @@ def _numbers(item: Any) -> tuple[Any, list[int]]:
     return fields[0], [example, head, target, source]  # type: ignore[list-item]
 
 
-def _edge_set(opened: OpenMixer, given: Tensor, remove: bool, formulation: str) -> EdgeSet:
+def _edge_set(opened: OpenMixer, edges: Tensor, remove: bool, formulation: str) -> EdgeSet:
     # The edges of a mixer that are kept.
     operator = opened.mixer.operator("hidden")
     B, L, _, M = operator.sizes
-    given = given.to(operator.device)
-    if given.dtype != torch.bool:
-        index = _index(opened, given, (B, M, L, L))
+    edges = edges.to(operator.device)
+    if edges.dtype != torch.bool:
+        index = _index(opened, edges, (B, M, L, L))
         _check_order(opened, index, formulation)
         return _listed(index, (B, M, L), not remove)
     shapes = [(L, L), *((b, *heads, L, L) for b in (1, B) for heads in ((), (1,), (M,)))]
-    if tuple(given.shape) not in shapes:
+    if tuple(edges.shape) not in shapes:
         raise InputError(
-            f"the mask of edges is {tuple(given.shape)} for {opened.path}, which is given {L} "
+            f"the mask of edges is {tuple(edges.shape)} for {opened.path}, which is given {L} "
             f"tokens in {B} examples and has {M} heads or channels: expected ({L}, {L}), "
             f"({B}, {L}, {L}) or ({B}, {M}, {L}, {L})."
         )
-    mask = given if given.dim() == 4 else given.view(-1, 1, L, L)
+    mask = edges if edges.dim() == 4 else edges.view(-1, 1, L, L)
     return MaskedEdges(~mask if remove else mask)
 
 
-def _index(opened: OpenMixer, given: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def _index(opened: OpenMixer, edges: Tensor, sizes: tuple[int, ...]) -> Tensor:
     # Edges (E, 4) with numbers from the start; -1 for all.
-    size = torch.tensor(sizes, device=given.device)
-    outside = (given != ALL) & ((given < -size) | (given >= size))
+    size = torch.tensor(sizes, device=edges.device)
+    outside = (edges != ALL) & ((edges < -size) | (edges >= size))
     if bool(outside.any()):
         row, column = outside.nonzero()[0].tolist()
         name, limit = ("example", "head", "target", "source")[column], sizes[column]
         raise InputError(
-            f"edges holds {int(given[row, 3])} -> {int(given[row, 2])} of {opened.path} with "
-            f"{name} {int(given[row, column])}; the layer has {sizes[0]} examples, {sizes[1]} "
+            f"edges holds {int(edges[row, 3])} -> {int(edges[row, 2])} of {opened.path} with "
+            f"{name} {int(edges[row, column])}; the layer has {sizes[0]} examples, {sizes[1]} "
             f"heads or channels and {sizes[2]} tokens: expected 0 .. {limit - 1} (or -{limit} .. "
             "-1 from the end)."
         )
-    return torch.where(given == ALL, -1, given % size)
+    return torch.where(edges == ALL, -1, edges % size)
 
 
 def _listed(index: Tensor, sizes: tuple[int, int, int], keep: bool) -> ListedEdges:

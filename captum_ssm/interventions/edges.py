@@ -93,8 +93,8 @@ class EdgesElsewhere:
             carried(self.operator.rows(index.expand(N, -1)), self.values, chosen)
             for index, chosen in zip(rows.split(at_once), edges.split(at_once), strict=True)
         ]
-        found = torch.cat(parts)
-        return found.repeat(batch // len(found), 1, 1)
+        sums = torch.cat(parts)
+        return sums.repeat(batch // len(sums), 1, 1)
 
     def _mean_along(self, rows: Tensor, edges: Tensor) -> Tensor:
         # The mean of an edge is the same in all examples: it is taken once for each token.
@@ -103,7 +103,7 @@ class EdgesElsewhere:
         v = self.values.unflatten(-1, (M, -1))
         chosen = edges.repeat_interleave(M // edges.shape[1], 1).transpose(1, 2)
         chosen = chosen[..., None, :].to(v.dtype)  # (b, R, M, 1, L)
-        found = v.new_zeros(*rows.shape, D)
+        sums = v.new_zeros(*rows.shape, D)
         step = max(1, tile_entries(1 << 24) // (L * max(N * M, D)))
         for tokens in rows.unique().split(step):
             alpha = self.operator.rows(tokens.expand(N, -1))
@@ -111,14 +111,14 @@ class EdgesElsewhere:
             each = torch.einsum("nmrj,njmp->rmjp", alpha, v) / N
             for token, mean in zip(tokens, each, strict=True):
                 of_token = rows == token
-                found[of_token] = (chosen[of_token] @ mean).flatten(1)
-        return found
+                sums[of_token] = (chosen[of_token] @ mean).flatten(1)
+        return sums
 
     def by_edge(self, example: Tensor, target: Tensor, source: Tensor) -> Tensor:
         """What each of E edges carries, ``(E, D)``, where the operator knows entries."""
         N = self.operator.batch
-        own = torch.zeros_like(example) if self.mean else example % N
-        edges, at = torch.stack([own, target, source]).unique(dim=1, return_inverse=True)
+        batch_index = torch.zeros_like(example) if self.mean else example % N
+        edges, at = torch.stack([batch_index, target, source]).unique(dim=1, return_inverse=True)
         if not self.mean:
             return self._by_edge(*edges)[at]
         every = edges.repeat_interleave(N, 1)
@@ -199,13 +199,13 @@ class RowEdges(EdgeSet):
         rows, is_row = _positions(has_some)
         tiles = list(_tiles(rows, of))
         if len(tiles) > 1 and torch.is_grad_enabled():  # a graph of all tiles is that of all rows
-            found = [recomputed(self._tile, of, tile) for tile in tiles]
+            parts = [recomputed(self._tile, of, tile) for tile in tiles]
         else:
-            found = [self._tile(of, tile) for tile in tiles]
+            parts = [self._tile(of, tile) for tile in tiles]
         B = len(y)
         example, place = is_row.expand(B, -1).nonzero().unbind(1)
         token = rows.expand(B, -1)[example, place]
-        return y.index_put((example, token), torch.cat(found, 1)[example, place])
+        return y.index_put((example, token), torch.cat(parts, 1)[example, place])
 
     def _tile(self, of: EdgeSum, rows: Tensor) -> Tensor:
         # What is left at the tokens rows (b, R): (B, R, D).

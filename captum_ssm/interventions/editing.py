@@ -210,11 +210,11 @@ class _Edits:
         is_plainly_run = not (forward.is_instance or layer._forward_hooks)
         if layer is not projection_of(call.module) or not is_plainly_run:
             return None
-        (given,) = args
-        if given.dtype != layer.weight.dtype or torch.is_autocast_enabled(given.device.type):
+        (inputs,) = args
+        if inputs.dtype != layer.weight.dtype or torch.is_autocast_enabled(inputs.device.type):
             return None
-        result = given.new_zeros(1).expand(*given.shape[:-1], layer.out_features)
-        output = self._output(replace(call, result=result), OwnProjection(layer, given, False))
+        result = inputs.new_zeros(1).expand(*inputs.shape[:-1], layer.out_features)
+        output = self._output(replace(call, result=result), OwnProjection(layer, inputs, False))
         self.last = None if output is None else (output, version_of(output))
         return output
 
@@ -323,12 +323,12 @@ class _Forward:
 
 def _seen(call: MixerCall, mixer: FrozenMixer) -> OwnProjection | None:
     # The projection that returned a mixer's result.
-    given = call.projected(mixer.out_weight)
-    if given is None:
+    inputs = call.projected(mixer.out_weight)
+    if inputs is None:
         return None
     learn_projection(call.module, mixer)
     layer = projection_of(call.module)
-    return None if layer is None else OwnProjection(layer, given, True)
+    return None if layer is None else OwnProjection(layer, inputs, True)
 
 
 def _check_last(call: MixerCall, projected: Tensor, version: int) -> None:

@@ -130,11 +130,13 @@ def _written(
 
 
 def _numbers(readout: Readout, features: Any, count: int) -> list[int]:
-    given = [features] if isinstance(features, (int, str)) else list(features)
-    numbers = [readout.index(one) if isinstance(one, str) else int(one) for one in given]
-    outside = [one for one in numbers if not -count <= one < count]
+    chosen = [features] if isinstance(features, (int, str)) else list(features)
+    numbers = [
+        readout.index(feature) if isinstance(feature, str) else int(feature) for feature in chosen
+    ]
+    outside = [number for number in numbers if not -count <= number < count]
     if outside or not numbers:
         raise ValueError(
             f"features is {features!r}; expected at least one of 0 .. {count - 1}, or names."
         )
-    return [one % count for one in numbers]
+    return [number % count for number in numbers]

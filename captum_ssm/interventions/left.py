@@ -68,13 +68,13 @@ def left_of(
     sums = sums_of(opened, operator)
     if elsewhere is not None:
         pairs = zip(sums, elsewhere, strict=True)
-        sums = [replace(one, reference=reference) for one, reference in pairs]
+        sums = [replace(edge_sum, reference=reference) for edge_sum, reference in pairs]
     if operator is not None:
         return [edges.left(sums[0])]
     orders = [order for _, order, _ in opened.mixer.scans_in_order()]
     return [
-        (edges if order is None else edges.ordered(order)).left(one)
-        for one, order in zip(sums, orders, strict=True)
+        (edges if order is None else edges.ordered(order)).left(edge_sum)
+        for edge_sum, order in zip(sums, orders, strict=True)
     ]
 
 

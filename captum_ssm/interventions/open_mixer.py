@@ -28,9 +28,9 @@ class OwnProjection(NamedTuple):
     given: Tensor
     has_run: bool
 
-    def of(self, given: Tensor) -> Tensor:
+    def of(self, inputs: Tensor) -> Tensor:
         """What it returns for another input, ``(B, L, E)``."""
-        return nn.Linear.forward(self.layer, given)
+        return nn.Linear.forward(self.layer, inputs)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class OpenMixer:
         """Whether the projection is known, and the frozen mixer's."""
         if self.projection is None:
             return False
-        layer, given, _ = self.projection
+        layer, inputs, _ = self.projection
         is_weight = address(layer.weight) == address(self.mixer.out_weight)
-        return is_weight and self.mixer.out_gate is None and given.shape == self.gated.shape
+        return is_weight and self.mixer.out_gate is None and inputs.shape == self.gated.shape
 
     def check(self, mask: Tensor | None) -> None:
         """Raise `ReconstructionError` unless this is what the module computed."""
@@ -109,11 +109,11 @@ class OpenMixer:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
         if self.projection is None:
             mixer = self.mixer if self.unedited is None else self.unedited.mixer
-            own, before, after = self.call.output, self.output, mixer.projected(gated)
+            actual, before, after = self.call.output, self.output, mixer.projected(gated)
         else:
-            own, before, after = self.projection.given, self.gated, gated
-        before, after = before.reshape(own.shape), after.reshape(own.shape)
-        is_followed = torch.is_grad_enabled() and own.requires_grad
+            actual, before, after = self.projection.given, self.gated, gated
+        before, after = before.reshape(actual.shape), after.reshape(actual.shape)
+        is_followed = torch.is_grad_enabled() and actual.requires_grad
         if is_followed and not (before.requires_grad or after.requires_grad):
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
@@ -121,16 +121,16 @@ class OpenMixer:
                 "intervention's change; expected torch.no_grad(). Or register an adapter with "
                 "captum_ssm.register_mixer(module_type, freeze)."
             )
-        edited = _left(own, before, after)
+        edited = _left(actual, before, after)
         if torch.is_grad_enabled():
-            followed = own + (after - before)
+            followed = actual + (after - before)
             edited = followed + (edited - followed).detach()
-        edited = edited.to(own.dtype)
+        edited = edited.to(actual.dtype)
         return edited if self.projection is None else self.projection.of(edited)
 
 
 @torch.no_grad()
-def _left(own: Tensor, before: Tensor, after: Tensor) -> Tensor:
+def _left(actual: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """What an edit leaves of the module's own result, where the frozen mixer's becomes another.
 
     The two differ by rounding before the edit. What is left keeps its share of that, and where
@@ -138,5 +138,5 @@ def _left(own: Tensor, before: Tensor, after: Tensor) -> Tensor:
     to the size of a token. What is not edited stays as it is.
     """
     share = (after / before).abs_().nan_to_num_(1.0).clamp_(max=1)
-    left = share.mul_(own - before).add_(after)
-    return torch.where(after == before, own, left)
+    left = share.mul_(actual - before).add_(after)
+    return torch.where(after == before, actual, left)

@@ -81,7 +81,9 @@ class Reference:
 
         def keep(opened: OpenMixer) -> Tensor:
             sums = sums_of(opened, whole_mixer(opened.mixer, formulation))
-            of_scans = [EdgesElsewhere(one.operator, one.values, mean) for one in sums]
+            of_scans = [
+                EdgesElsewhere(edge_sum.operator, edge_sum.values, mean) for edge_sum in sums
+            ]
             carried.setdefault(opened.path, []).append(of_scans)
             return opened.returned
 
@@ -102,9 +104,9 @@ class Reference:
             raise InputError(
                 f"the reference knows nothing of {opened.path}; expected a Reference of this model."
             )
-        found = calls[opened.visit % len(calls)]
+        elsewhere = calls[opened.visit % len(calls)]
         B, L = opened.mixer.recurrence.batch, opened.mixer.recurrence.length
-        N, length = found[0].operator.batch, found[0].operator.length
+        N, length = elsewhere[0].operator.batch, elsewhere[0].operator.length
         if length != L:
             raise InputError(
                 f"{opened.path} is given {L} tokens in this run and {length} in the reference's; "
@@ -115,7 +117,7 @@ class Reference:
                 f"the reference has {N} examples and this run {B}; expected as many, or a multiple "
                 "of them. With mean=True any number will do."
             )
-        return found
+        return elsewhere
 
 
 def whole_mixer(mixer: FrozenMixer, formulation: str) -> TokenOperator | None:

@@ -135,7 +135,7 @@ def states(
         torch.Size([1, 7, 32, 4])
     """
     request = Request.of(model, None, inputs, additional_forward_args)
-    return {one.name: _state(one, positions) for one in state_layers(request, layers, check)}
+    return {layer.name: _state(layer, positions) for layer in state_layers(request, layers, check)}
 
 
 def state_layers(request: Request, layers: Any, check: bool) -> list[FrozenCall]:

@@ -76,18 +76,18 @@ def swap_effects(
     """
     candidates = count_of("candidates", candidates, 1)
     batch_size = count_of("batch_size", batch_size, 1)
-    found = resolve_model(model, None)
-    prompt = as_ids("the prompt", prompt.reshape(1, -1), found)
-    continuation = as_ids("the continuation", continuation.reshape(-1), found).to(prompt)
+    resolved = resolve_model(model, None)
+    prompt = as_ids("the prompt", prompt.reshape(1, -1), resolved)
+    continuation = as_ids("the continuation", continuation.reshape(-1), resolved).to(prompt)
     if others is not None:
         if others.shape != continuation.shape:
             raise InputError(
                 f"others has shape {tuple(others.shape)}; expected a token for each of the "
                 f"{len(continuation)} of the continuation."
             )
-        others = as_ids("others", others, found).to(prompt)
+        others = as_ids("others", others, resolved).to(prompt)
     with torch.no_grad():
-        text = _Text(unwrap(found), prompt, continuation, score, batch_size)
+        text = _Text(unwrap(resolved), prompt, continuation, score, batch_size)
         if others is None:
             return _by_candidates(text, candidates).tril(-1)
         return _by_others(text, others).tril(-1)

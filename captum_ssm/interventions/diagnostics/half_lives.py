@@ -69,7 +69,7 @@ def _by_decays(written: Tensor, logs: Tensor, rates: Tensor, at: Tensor) -> Half
 
 
 def _by_scans(operator: StateOperator, at: Tensor) -> HalfLives:
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    lives: list[tuple[Tensor, Tensor, Tensor]] = []
     for t in at.tolist():
         size = left_of_writes(operator, t).double()  # (B, L - t, M)
         logs, half = size.log(), (size[:, 0] / 2).log()
@@ -79,8 +79,8 @@ def _by_scans(operator: StateOperator, at: Tensor) -> HalfLives:
         before, after = (logs.gather(1, i)[:, 0] for i in ((end - 1).clamp(min=0), end))
         tokens = end[:, 0] - 1 + _crossing(before, after, half)
         tokens = torch.where(gone.any(1), tokens, size.shape[1] - 1)
-        found.append((tokens, gone.any(1), size[:, 0] > 0))
-    return HalfLives(*(torch.stack(parts, 1) for parts in zip(*found, strict=True)))
+        lives.append((tokens, gone.any(1), size[:, 0] > 0))
+    return HalfLives(*(torch.stack(parts, 1) for parts in zip(*lives, strict=True)))
 
 
 def _crossing(before: Tensor, after: Tensor, half: Tensor) -> Tensor:
@@ -95,14 +95,14 @@ def shares(mixer: FrozenMixer, t: int) -> Tensor:
     """
     operator, v = memory_of(mixer), mixer.values
     with exact_arithmetic():
-        found, total = torch.zeros_like(v), torch.zeros_like(v[:, t])
+        projected, total = torch.zeros_like(v), torch.zeros_like(v[:, t])
         for read in reads(operator):
             state = torch.zeros_like(v)
             state[:, t] = read.matvec(v)[:, t]
-            found = found + v * read.rmatvec(state)
+            projected = projected + v * read.rmatvec(state)
             total = total + state[:, t].square()
-        found, total = (_units(x, operator).sum(-1) for x in (found, total))
-        return (found / total[:, None])[:, : t + 1]
+        projected, total = (_units(x, operator).sum(-1) for x in (projected, total))
+        return (projected / total[:, None])[:, : t + 1]
 
 
 def state_sizes(mixer: FrozenMixer, at: Tensor) -> StateSizes:

@@ -136,8 +136,8 @@ def state_report(
     """
     tallies: dict[str, _Layer] = {}
     count = 0
-    for count, one in enumerate(inputs, 1):
-        ids = _ids(one, tokenizer, count - 1)
+    for count, text_or_ids in enumerate(inputs, 1):
+        ids = _ids(text_or_ids, tokenizer, count - 1)
         for layer in state_layers(Request.of(model, None, ids, None), layers, check):
             tally = tallies.setdefault(layer.name, _Layer(memory_of(layer.mixer).maps))
             tally.add(layer.mixer, ids[0].tolist(), samples)
@@ -151,12 +151,12 @@ def state_report(
     return StateReport(half, positions, sorted(sinks, key=lambda r: -r["share"]), count)
 
 
-def _ids(one: Any, tokenizer: Any, index: int) -> Tensor:
-    if isinstance(one, str):
+def _ids(text_or_ids: Any, tokenizer: Any, index: int) -> Tensor:
+    if isinstance(text_or_ids, str):
         if tokenizer is None:
             raise TypeError(f"input {index} is a text; give a tokenizer too, or token ids.")
-        one = tokenizer(one, return_tensors="pt")["input_ids"]
-    ids = torch.as_tensor(one)
+        text_or_ids = tokenizer(text_or_ids, return_tensors="pt")["input_ids"]
+    ids = torch.as_tensor(text_or_ids)
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.shape[0] != 1 or not ids.shape[1]:
         raise ValueError(
@@ -185,8 +185,10 @@ class _Layer:
         self._add_shares(mixer, ids)
 
     def _add_lives(self, mixer: FrozenMixer, at: Tensor, bins: np.ndarray) -> None:
-        found = half_lives(mixer, at.to(mixer.values.device))
-        lives = [x[0].cpu().numpy() for x in (found.tokens, found.is_over, found.is_written)]
+        measured = half_lives(mixer, at.to(mixer.values.device))
+        lives = [
+            x[0].cpu().numpy() for x in (measured.tokens, measured.is_over, measured.is_written)
+        ]
         alone = Lifetimes(lives[0].shape[1])
         alone.add(*lives)
         self.lives.counts += alone.counts

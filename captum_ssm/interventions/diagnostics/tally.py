@@ -58,10 +58,10 @@ class Medians:
         n = self.inputs.counts.sum((0, 2)).max()
         spread = 0.98 / np.sqrt(n)
         low, high = max(0.5 - spread, 1 / n), min(0.5 + spread, 1.0)
-        found = np.stack([self.inputs.quantile(level) for level in (0.5, low, high)])
+        summary = np.stack([self.inputs.quantile(level) for level in (0.5, low, high)])
         if n < 6:
-            found[1:] = np.nan
-        return found
+            summary[1:] = np.nan
+        return summary
 
 
 class Means:
