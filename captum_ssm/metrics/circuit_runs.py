@@ -124,15 +124,15 @@ class CircuitRuns:
     def logits(self, kept: Sequence[Sequence[Edge]], *, remove: bool = False) -> Tensor:
         """The logits of the runs with each of K sets of edges, or without them: ``(K, B, V)``."""
         sets = list(dict.fromkeys(map(tuple, kept)))  # each once
-        found = []
+        answers = []
         for start in range(0, len(sets), self.at_once):
             part = sets[start : start + self.at_once]
             joined = _joined(part, self.request.batch)
             with torch.no_grad(), circuit(self.model, joined, remove=remove, **self.options):
                 output = extract_logits(repeated(self.request, len(part)).run())
             rows = None if self.rows is None else self.rows.repeat(len(part))
-            found.append(_answers(output, rows).unflatten(0, (len(part), -1)))
-        return torch.cat(found)[[sets.index(tuple(one)) for one in kept]]
+            answers.append(_answers(output, rows).unflatten(0, (len(part), -1)))
+        return torch.cat(answers)[[sets.index(tuple(edges)) for edges in kept]]
 
     def scores(self, logits: Tensor) -> Tensor:
         """The scores ``(..., B)`` of logits ``(..., B, V)``, in float64."""
@@ -169,7 +169,7 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
                 f"edges holds {type(wrong[0]).__name__}; expected RelevanceEdges, a dict from "
                 "layers to maps (B, L, L), or captum_ssm.attr.Edge objects, the first ones first."
             )
-    found: list[list[Edge]] = [[] for _ in range(batch)]
+    by_example: list[list[Edge]] = [[] for _ in range(batch)]
     for edge in listed:
         for example in range(batch) if edge.example is None else (edge.example,):
             if not -batch <= example < batch:
@@ -177,13 +177,13 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
                     f"edges holds {edge} for a batch of {batch} examples; expected an example from "
                     f"0 .. {batch - 1}, or None for all."
                 )
-            if len(found[example]) < k:
-                found[example].append(replace(edge, example=example % batch))
-    return found
+            if len(by_example[example]) < k:
+                by_example[example].append(replace(edge, example=example % batch))
+    return by_example
 
 
 def _largest(maps: Mapping[Any, Any], batch: int, k: int, by: str) -> list[Edge]:
-    found: list[list[Edge]] = [[] for _ in range(batch)]
+    by_example: list[list[Edge]] = [[] for _ in range(batch)]
     for layer, scores in maps.items():
         shape = tuple(scores.shape)
         if len(shape) != 3 or shape[0] != batch or shape[1] != shape[2]:
@@ -197,12 +197,12 @@ def _largest(maps: Mapping[Any, Any], batch: int, k: int, by: str) -> list[Edge]
         best, at = size.topk(min(k, size.shape[1]), 1)
         L = shape[1]
         for example in range(batch):
-            found[example] += [
+            by_example[example] += [
                 Edge(layer, index // L, index % L, value, example=example)
                 for value, index in zip(best[example].tolist(), at[example].tolist(), strict=True)
                 if value > 0
             ]
-    return [e for part in found for e in sorted(part, key=lambda e: -e.relevance)[:k]]
+    return [e for part in by_example for e in sorted(part, key=lambda e: -e.relevance)[:k]]
 
 
 def _joined(sets: Sequence[Sequence[Edge]], batch: int) -> list[Edge]:

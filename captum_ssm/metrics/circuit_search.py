@@ -73,18 +73,20 @@ class CircuitSearch:
         is_same = (logits.argmax(-1) == self.runs.whole.argmax(-1)).all(1)
         recovered = (scores - self.none) / (self.whole - self.none)
         lowest = (1 - (1 - recovered).abs()).amin(1)
-        found = zip(lowest.tolist(), is_same.tolist(), scores.mean(1).tolist(), strict=True)
-        return [Measured(*one) for one in found]
+        rows = zip(lowest.tolist(), is_same.tolist(), scores.mean(1).tolist(), strict=True)
+        return [Measured(*row) for row in rows]
 
-    def suffices(self, found: Measured) -> bool:
+    def suffices(self, measured: Measured) -> bool:
         """Whether a set is as faithful as it has to be, with the model's own first answer."""
-        return found.is_same and found.faithfulness >= self.wanted
+        return measured.is_same and measured.faithfulness >= self.wanted
 
     def shortest(self) -> list[Edge]:
         """The k largest edges from which on the measured sets suffice; else the most faithful."""
         ks = [2**n for n in range(len(self.edges).bit_length())]
         ks = [*(k for k in ks if k < len(self.edges)), len(self.edges)]
-        failing = [n for n, found in enumerate(self._of_largest(ks)) if not self.suffices(found)]
+        failing = [
+            n for n, measured in enumerate(self._of_largest(ks)) if not self.suffices(measured)
+        ]
         if failing and failing[-1] == len(ks) - 1:
             return self.edges[: max(ks, key=lambda k: self.curve[k].faithfulness)]
         low, high = (ks[failing[-1]], ks[failing[-1] + 1]) if failing else (0, ks[0])
@@ -133,9 +135,9 @@ class CircuitSearch:
         # The largest part of the edges' removable ones is gone; none if there is none.
         if len(edges) < 2:
             return []
-        found = self.measured([edges[:n] + edges[n + 1 :] for n in range(len(edges))])
-        removable = [n for n, one in enumerate(found) if self.suffices(one)]
-        removable.sort(key=lambda n: -found[n].faithfulness)
+        measured = self.measured([edges[:n] + edges[n + 1 :] for n in range(len(edges))])
+        removable = [n for n, without in enumerate(measured) if self.suffices(without)]
+        removable.sort(key=lambda n: -measured[n].faithfulness)
         count = len(removable)
         while count:
             gone = set(removable[:count])
@@ -150,7 +152,7 @@ def shared_top(edges: RelevanceEdges, k: int) -> list[Edge]:
     """The k edges of the largest mean size over all examples, with their mean relevance."""
     if len(edges.score) == 1:
         return edges.top(k)
-    found: list[tuple[float, Edge]] = []
+    candidates: list[tuple[float, Edge]] = []
     for name, layer in edges.items():
         B, L = layer.out.shape
         step = max(1, tile_entries(1 << 24) // (B * L))
@@ -161,8 +163,8 @@ def shared_top(edges: RelevanceEdges, k: int) -> list[Edge]:
             at = at[best > 0]
             places = zip((start + at // L).tolist(), (at % L).tolist(), strict=True)
             sized = zip(best.tolist(), places, mean[at].tolist(), strict=False)
-            found += [(s, Edge(name, i, j, value)) for s, (i, j), value in sized]
-    return [edge for _, edge in sorted(found, key=lambda one: -one[0])[:k]]
+            candidates += [(s, Edge(name, i, j, value)) for s, (i, j), value in sized]
+    return [edge for _, edge in sorted(candidates, key=lambda one: -one[0])[:k]]
 
 
 def _sizes(of: RelevanceEdges, edges: Sequence[Edge]) -> list[float]:
@@ -175,7 +177,7 @@ def _sizes(of: RelevanceEdges, edges: Sequence[Edge]) -> list[float]:
                 torch.tensor([getattr(edges[n], end) for n in here]) for end in ("target", "source")
             )
             readers, row = targets.unique(return_inverse=True)
-            found = layer.rows(readers).abs().mean(0)[row, sources]
-            for n, value in zip(here, found.tolist(), strict=True):
+            sizes = layer.rows(readers).abs().mean(0)[row, sources]
+            for n, value in zip(here, sizes.tolist(), strict=True):
                 size[n] = value
     return size

@@ -119,9 +119,9 @@ class CircuitFaithfulness:
         if self.is_one_score:  # with no answers to count
             curves = {"gap": self.gap}
         values = {name: read(curve) for name, curve in curves.items()}
-        found = {name: bootstrap(x[~x.isnan()], **options) for name, x in values.items()}
+        intervals = {name: bootstrap(x[~x.isnan()], **options) for name, x in values.items()}
         parts = read(self.scores), self.none, self.whole
-        return found | {"recovered": bootstrap(*parts, statistic=_ratio, **options)}
+        return intervals | {"recovered": bootstrap(*parts, statistic=_ratio, **options)}
 
     def table(self, **options: Any) -> str:
         """All numbers as a table in Markdown; keyword arguments are those of :func:`bootstrap`."""
@@ -134,10 +134,10 @@ class CircuitFaithfulness:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def _end(self, recovered: float, kept: Tensor, control: Tensor) -> dict[str, Any]:
-        found = {"kept": f"{kept.mean():.3f}", "recovered": f"{recovered:.3f}"}
+        cells = {"kept": f"{kept.mean():.3f}", "recovered": f"{recovered:.3f}"}
         if self.is_one_score:
-            return {"recovered": found["recovered"]}
-        return found if self.control is None else {**found, "control": f"{control.mean():.3f}"}
+            return {"recovered": cells["recovered"]}
+        return cells if self.control is None else {**cells, "control": f"{control.mean():.3f}"}
 
     def __str__(self) -> str:
         count = len(self.whole)
@@ -219,13 +219,13 @@ def circuit_faithfulness(
     """
     counts = _checked(ks)
     request = Request.of(forward_func, model, inputs, additional_forward_args)
-    for one in (edges, control):
-        if isinstance(one, RelevanceEdges) and one.formulation != formulation:
+    for ranking in (edges, control):
+        if isinstance(ranking, RelevanceEdges) and ranking.formulation != formulation:
             raise ValueError(
-                f"the ranking has {one.formulation!r} edges and formulation is {formulation!r}, so "
-                "that other edges would be kept than those that were ranked; expected the same. "
-                "Pass formulation= to RelevanceFlow.edges too, or, to test it nevertheless, its "
-                "edges.top(k)."
+                f"the ranking has {ranking.formulation!r} edges and formulation is "
+                f"{formulation!r}, so that other edges would be kept than those that were ranked; "
+                "expected the same. Pass formulation= to RelevanceFlow.edges too, or, to test it "
+                "nevertheless, its edges.top(k)."
             )
     options = {"ablation": ablation, "formulation": formulation, "coefficients": coefficients}
     runs = CircuitRuns.of(
@@ -270,14 +270,14 @@ def circuit_faithfulness(
 
 def _checked(ks: Sequence[int]) -> tuple[int, ...]:
     counts = [as_index(k) for k in ks]
-    found = tuple(k for k in counts if k is not None and k > 0)
-    if not found or len(found) != len(counts) or list(found) != sorted(set(found)):
+    positive = tuple(k for k in counts if k is not None and k > 0)
+    if not positive or len(positive) != len(counts) or list(positive) != sorted(set(positive)):
         raise ValueError(f"ks is {ks!r}; expected positive integers in ascending order.")
-    return found
+    return positive
 
 
 def _prefixes(edges: list[list[Any]], ks: tuple[int, ...]) -> list[list[Any]]:
-    return [[edge for own in edges for edge in own[:k]] for k in ks]
+    return [[edge for ranking in edges for edge in ranking[:k]] for k in ks]
 
 
 def _ratio(score: Tensor, none: Tensor, whole: Tensor) -> Tensor:

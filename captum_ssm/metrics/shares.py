@@ -73,11 +73,11 @@ def part_shares(
 
 
 def _positions(name: str, part: Sequence[int], length: int) -> Tensor:
-    found = torch.as_tensor(list(part), dtype=torch.long)
-    inside = bool(((found >= 0) & (found < length)).all())
-    if not len(found) or not inside or len(found.unique()) < len(found):
+    positions = torch.as_tensor(list(part), dtype=torch.long)
+    inside = bool(((positions >= 0) & (positions < length)).all())
+    if not len(positions) or not inside or len(positions.unique()) < len(positions):
         raise ValueError(
             f"parts[{name!r}] is {part!r}; expected positions of tokens, each once, from 0 to "
             f"{length - 1}."
         )
-    return found
+    return positions

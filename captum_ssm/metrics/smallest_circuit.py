@@ -169,15 +169,15 @@ def find_circuit(
         request.given, additional_forward_args=request.extra, formulation=formulation, **asked
     )
     search = CircuitSearch.of(runs, shared_top(edges, most), faithfulness)
-    found = shortest = search.shortest()
+    smallest = shortest = search.shortest()
     if prune in (True, "relevance") and formulation == "hidden":
         flow = CircuitFlow.of(request, reference)
-        found = found if flow is None else search.pruned_by_relevance(found, flow, asked)
+        smallest = smallest if flow is None else search.pruned_by_relevance(smallest, flow, asked)
     if prune in (True, "runs"):
-        found = search.pruned_by_runs(found)
-    (measured,) = search.measured([found])
+        smallest = search.pruned_by_runs(smallest)
+    (measured,) = search.measured([smallest])
     return Circuit(
-        tuple(found),
+        tuple(smallest),
         measured.faithfulness,
         faithfulness,
         measured.is_same,
@@ -185,7 +185,7 @@ def find_circuit(
         float(search.whole.mean()),
         float(search.none.mean()),
         len(shortest),
-        {k: one.faithfulness for k, one in sorted(search.curve.items())},
+        {k: at_k.faithfulness for k, at_k in sorted(search.curve.items())},
         NOTHING if reference is None else MEAN,
     )
 
@@ -227,20 +227,20 @@ def find_circuits(
     reference = _reference(request, reference_inputs, options.get("formulation", "hidden"))
     circuits = []
     for b in range(request.batch):
-        one = runs.example(b)
-        found = find_circuit(
+        run = runs.example(b)
+        circuit = find_circuit(
             forward_func,
-            one.request.given,
-            None if one.is_one_score else one.target,
-            None if foil is None else one.foil,
+            run.request.given,
+            None if run.is_one_score else run.target,
+            None if foil is None else run.foil,
             reference_inputs=reference,
             model=model,
-            additional_forward_args=one.request.extra,
-            position=one.rows,
+            additional_forward_args=run.request.extra,
+            position=run.rows,
             **options,
         )
-        edges = tuple(replace(edge, example=b) for edge in found.edges)
-        circuits.append(replace(found, edges=edges))
+        edges = tuple(replace(edge, example=b) for edge in circuit.edges)
+        circuits.append(replace(circuit, edges=edges))
     return circuits
 
 
