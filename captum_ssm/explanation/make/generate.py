@@ -74,7 +74,7 @@ class Generation:
 
     def _generated(self, model: nn.Module, ids: Tensor, media: Mapping[str, Any]) -> Tensor:
         names = inspect.signature(model.generate).parameters  # type: ignore[arg-type]
-        known, takes_any = {*names}, any(one.kind is one.VAR_KEYWORD for one in names.values())
+        known, takes_any = {*names}, any(p.kind is p.VAR_KEYWORD for p in names.values())
         defaults: dict[str, Any] = {}
         if "generation_config" in names:  # as in transformers, which takes any name and checks it
             known |= _generation_options() | {*parameter_names(model)}

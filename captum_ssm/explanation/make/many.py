@@ -118,21 +118,21 @@ class Explainer:
         if self.options["features"] is not None and (messages is not None or texts is not None):
             raise TypeError("features names those of a series or a table, and the input is a text.")
         tell = partial(self._tell, setup, row is None)
-        found: Sequence[Answerable]
+        questions: Sequence[Answerable]
         if messages is not None:
-            found = chat_questions(setup, messages, target, against, tell, writing is not None)
+            questions = chat_questions(setup, messages, target, against, tell, writing is not None)
         elif texts is not None:
-            found = text_questions(setup, texts, target, against, tell)
+            questions = text_questions(setup, texts, target, against, tell)
         else:
-            found = array_questions(setup, self._given(setup, array), target, against)
+            questions = array_questions(setup, self._given(setup, array), target, against)
         if setup.answer.is_asked or setup.recorded is not None:
-            _require_continued(found, "span or hops" if setup.answer.is_asked else "a record")
+            _require_continued(questions, "span or hops" if setup.answer.is_asked else "a record")
         if setup.answer.is_asked and setup.validate:
             raise InputError(
                 "validate removes tokens for single outputs, and span or hops explains several "
                 "together; leave one of them out."
             )
-        return found
+        return questions
 
     def _writing(self, target: Any) -> Generation | None:
         length, how = self.options["max_new_tokens"], self.options["generation"]
@@ -157,10 +157,10 @@ class Explainer:
 
     def _given(self, setup: Setup, arrays: Any) -> Given:
         norms = self.options["mean"], self.options["std"]
-        found = given(setup.model, arrays, _processor(setup), *norms, self._known)
-        if found.note:
-            setup.note(found.note)
-        return found.named(self.options["features"])
+        inputs = given(setup.model, arrays, _processor(setup), *norms, self._known)
+        if inputs.note:
+            setup.note(inputs.note)
+        return inputs.named(self.options["features"])
 
     def answer(self, questions: Sequence[Answerable], target: Any = None) -> list[Example]:
         """The example of each question.
@@ -168,13 +168,13 @@ class Explainer:
         Raises:
             ValueError, TypeError: as for ``explain``; of several inputs they say which.
         """
-        found: dict[int, Example] = {}
+        examples: dict[int, Example] = {}
         for k, outcome in self._answered(questions, target):
             if isinstance(outcome, Exception):
                 with numbered(k, len(questions)):
                     raise outcome
-            found[k] = outcome
-        return [found[k] for k in range(len(questions))]
+            examples[k] = outcome
+        return [examples[k] for k in range(len(questions))]
 
     def _answered(
         self, questions: Sequence[Answerable], target: Any
@@ -194,23 +194,23 @@ class Explainer:
             inputs.
         """
         asked: dict[int, Answerable] = {}
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         for k, row in enumerate(rows):
             try:
                 asked[k] = self._about(row)
             except Exception as error:  # whatever an input of any kind may raise
-                found[k] = error
+                outcomes[k] = error
         places = list(asked)
         for i, outcome in self._answered(list(asked.values()), None):
-            found[places[i]] = outcome
-        return [found[k] for k in range(len(rows))]
+            outcomes[places[i]] = outcome
+        return [outcomes[k] for k in range(len(rows))]
 
     def _about(self, row: InputRow) -> Answerable:
         inputs, messages = (None, row.inputs) if row.messages else (row.inputs, None)
-        found = self.questions(inputs, None, messages, row.target, row.against, row)
-        if len(found) != 1:
-            raise InputError(f"this holds {len(found)} inputs; expected one.")
-        return found[0]
+        questions = self.questions(inputs, None, messages, row.target, row.against, row)
+        if len(questions) != 1:
+            raise InputError(f"this holds {len(questions)} inputs; expected one.")
+        return questions[0]
 
     def size(self, row: InputRow) -> int:
         """How many tokens or numbers an input has.
@@ -257,8 +257,8 @@ class Explainer:
             self.heading(examples),
             name,
             tuple(
-                Method(name, one.title, one.note, one.adds_up, plain(one.options))
-                for name, one in setup.methods.items()
+                Method(name, method.title, method.note, method.adds_up, plain(method.options))
+                for name, method in setup.methods.items()
             ),
             examples,
             plain(settings),
@@ -268,13 +268,13 @@ class Explainer:
 
 def _processor(setup: Setup) -> Any:
     # It may stand in the tokenizer's place.
-    own = None if is_tokenizer(setup.tokenizer) else setup.tokenizer
-    return own if setup.processor is None else setup.processor
+    processor = None if is_tokenizer(setup.tokenizer) else setup.tokenizer
+    return processor if setup.processor is None else setup.processor
 
 
 def _require_continued(questions: Sequence[Answerable], name: str) -> None:
     # Only where a text is continued, several tokens are explained together, or were recorded.
-    if not all(isinstance(one, TextQuestion) for one in questions):
+    if not all(isinstance(question, TextQuestion) for question in questions):
         raise TypeError(
             f"{name} is given, and the model does not continue texts: expected a language "
             "model and a text."
@@ -311,8 +311,8 @@ def _title(examples: Sequence[Example], name: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    own = import_module("captum_ssm").__version__
-    versions = {"captum_ssm": own, "python": sys.version.split()[0]}
+    release = import_module("captum_ssm").__version__
+    versions = {"captum_ssm": release, "python": sys.version.split()[0]}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)

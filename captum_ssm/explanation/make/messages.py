@@ -28,8 +28,8 @@ def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units:
         TypeError: where something else is given as well.
         ValueError: for units that need a conversation.
     """
-    found = inputs if messages is None and _are_messages(inputs) else messages
-    if found is None and isinstance(units, str) and units == "turn":
+    conversations = inputs if messages is None and _are_messages(inputs) else messages
+    if conversations is None and isinstance(units, str) and units == "turn":
         raise InputError("units is 'turn', and there is no conversation; expected messages=[...].")
     others = [value for value in (inputs, *tensors.values()) if value is not None]
     if messages is not None and others:
@@ -37,7 +37,7 @@ def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units:
             "messages is given together with another input; expected one of them: "
             "explain(model, tokenizer, messages=[...])."
         )
-    return found
+    return conversations
 
 
 def _are_messages(inputs: Any) -> bool:
@@ -178,7 +178,7 @@ class Conversation:
 def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
     tokens = text.tokens[first:end]
     start = tokens[0].start
-    moved = [replace(one, start=one.start - start, end=one.end - start) for one in tokens]
+    moved = [replace(token, start=token.start - start, end=token.end - start) for token in tokens]
     return TokenizedText(text.text[start : tokens[-1].end], tuple(moved))
 
 
@@ -193,8 +193,8 @@ def _name(messages: Sequence[Message], index: int) -> str:
 
 def _parse(messages: Any) -> list[list[Message]]:
     several = messages if isinstance(messages, (list, tuple)) else [messages]
-    if several and all(isinstance(one, (list, tuple)) for one in several):
-        return [_conversation(one, f"messages[{k}]") for k, one in enumerate(several)]
+    if several and all(isinstance(entry, (list, tuple)) for entry in several):
+        return [_conversation(entry, f"messages[{k}]") for k, entry in enumerate(several)]
     return [_conversation(several, "messages")]
 
 

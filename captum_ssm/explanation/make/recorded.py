@@ -54,30 +54,30 @@ class Recorded:
         local = {
             k: float(row[tokens[k + 1].id]) for k, row in zip(self.read_at, scores, strict=True)
         }
-        found = Replay(
+        replay = Replay(
             self.format,
             tuple(
                 TokenDifference(
                     places[0],
                     "".join(tokens[k].text for k in places),
-                    given,
+                    recorded,
                     sum(local[k - 1] for k in places),
                     len(places),
                 )
-                for places, given in self.logprobs.items()
+                for places, recorded in self.logprobs.items()
             ),
             self.bound,
             self.temperature,
             self.sampling,
         )
-        said = "" if self.bound is None else found.exceeding(self.bound)
+        said = "" if self.bound is None else replay.exceeding(self.bound)
         if said:
             raise InputError(
                 f"{said}. The record is of another checkpoint, template or temperature; pass those "
                 "that were served (temperature=, where the server recorded what it drew from), or "
                 "bound=None to explain it as it is."
             )
-        return found
+        return replay
 
 
 def check_bound(bound: Any, temperature: Any) -> None:

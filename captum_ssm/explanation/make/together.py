@@ -80,10 +80,10 @@ def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
 
 def _each(steps: Sequence[Any]) -> list[Any]:
     # What each step of one kind needs, or its error.
-    found: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
     for places in batches(steps):
-        found |= zip(places, _batch([steps[k] for k in places]), strict=True)
-    return [found[k] for k in range(len(steps))]
+        outcomes |= zip(places, _batch([steps[k] for k in places]), strict=True)
+    return [outcomes[k] for k in range(len(steps))]
 
 
 def _batch(steps: Sequence[Any]) -> list[Any]:

@@ -128,7 +128,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
         options = {"internal_batch_size": internal_batch_size, **kwargs}
         if span is None and hops is None:
             relevance = continuation_relevance(*asked, attr_target=self.attr_target, **options)
-            total, names = relevance.sum(0), [self.tokenizer.decode(one) for one in tokens[:, None]]
+            total, names = relevance.sum(0), [self.tokenizer.decode(row) for row in tokens[:, None]]
         else:
             count = 0 if hops is None else hops
             traced = trace(*asked, span=span, hops=count, score=self.attr_target, **options)

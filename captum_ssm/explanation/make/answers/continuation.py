@@ -105,8 +105,8 @@ class Continued:
         pairs = zip(self.positions.tolist(), self.continuation.tolist(), strict=True)
         questions = [Question(i, token, explained=self.score) for i, token in pairs]
         asked = InputQuestions(Run(self.model), self.ids, questions)
-        (found,) = rows(self.method, [asked], step=self.step, **self.options)
-        return found
+        (rows_and_deltas,) = rows(self.method, [asked], step=self.step, **self.options)
+        return rows_and_deltas
 
 
 def check_attr_target(attr_target: str) -> None:

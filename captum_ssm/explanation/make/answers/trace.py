@@ -332,11 +332,11 @@ class _Swapped:
         row, delta = self.source.row(weights)
         scores = (weights.to(self.sums) * self.sums).to(row)
         parts = scores.clamp(min=0)
-        own = parts @ self.shares.to(row)
+        words = parts @ self.shares.to(row)
         before = row[: self.prompt].clamp(min=0)
-        before = before * ((parts.sum() - own.sum()) / before.sum().clamp(min=1e-30))
-        missing = (scores.sum() - before.sum() - own.sum()).to(delta)
-        return torch.cat([before, own]), torch.where(delta.isnan(), delta, missing)
+        before = before * ((parts.sum() - words.sum()) / before.sum().clamp(min=1e-30))
+        missing = (scores.sum() - before.sum() - words.sum()).to(delta)
+        return torch.cat([before, words]), torch.where(delta.isnan(), delta, missing)
 
 
 def _source(text: Continued) -> _Source:
@@ -364,15 +364,15 @@ def _traced(asked: _Asked, source: _Source, effects: Tensor | None) -> Trace:
         rows.append(row)
         deltas.append(delta)
         is_last = len(rows) > (count if asked.hops is None else asked.hops)
-        given = torch.zeros_like(row[P:])
+        handed = torch.zeros_like(row[P:])
         if not is_last:
             sums = source.sums[:-1].to(row)
-            given = torch.where(sums > 0, row[P:], given)
-            is_last = float(given.abs().sum()) <= asked.enough * float(rows[0].abs().sum())
-        kept.append(row if is_last else row - nn.functional.pad(given, (P, 0)))
+            handed = torch.where(sums > 0, row[P:], handed)
+            is_last = float(handed.abs().sum()) <= asked.enough * float(rows[0].abs().sum())
+        kept.append(row if is_last else row - nn.functional.pad(handed, (P, 0)))
         if is_last:
             return _of_hops(asked, rows, kept, deltas)
-        weights = nn.functional.pad(torch.where(given == 0, given, given / sums), (0, 1))
+        weights = nn.functional.pad(torch.where(handed == 0, handed, handed / sums), (0, 1))
 
 
 def _positive(row: Tensor) -> Tensor:
@@ -386,8 +386,8 @@ def _of_hops(asked: _Asked, rows: list[Tensor], kept: list[Tensor], deltas: list
     empty = 0 if asked.hops is None else asked.hops + 1 - len(rows)
     after = asked.length - asked.last - 1
 
-    def whole(found: list[Tensor]) -> Tensor:
-        return nn.functional.pad(torch.stack(found), (0, after, 0, empty))
+    def whole(per_hop: list[Tensor]) -> Tensor:
+        return nn.functional.pad(torch.stack(per_hop), (0, after, 0, empty))
 
     relevance = whole(rows)
     size = relevance.abs()

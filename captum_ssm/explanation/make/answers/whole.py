@@ -51,10 +51,10 @@ class AskedAnswer:
             ValueError, TypeError: for what is none of them.
         """
         if span is not None and not isinstance(span, str):
-            given, span = span, pair_of(span)
+            raw, span = span, pair_of(span)
             if span is None:
                 raise InputError(
-                    f"span is {given!r}; expected a text of the continuation, or the first and the "
+                    f"span is {raw!r}; expected a text of the continuation, or the first and the "
                     "last of its tokens, such as (0, 4) or (-3, -1)."
                 )
         count = count_of("hops", hops, 0, or_none=True)
@@ -86,17 +86,17 @@ class AskedAnswer:
         A prompt that ends inside of them, as templates leave it, counts as their beginning.
         """
         opening, closing = self.reasoning
-        own = _Characters(tokens, prompt)
-        end = own.text.rfind(closing)
+        chars = _Characters(tokens, prompt)
+        end = chars.text.rfind(closing)
         if end < 0:
             return None
-        start = own.text.find(opening) if opening else 0
+        start = chars.text.find(opening) if opening else 0
         if start < 0 or start > end:
             before = _Characters(tokens[:prompt], 0).text
             if before.rfind(opening) <= before.rfind(closing):
                 return None
             start = 0
-        return own.tokens(start, end + len(closing))
+        return chars.tokens(start, end + len(closing))
 
     def part(
         self, tokens: Sequence[Token], prompt: int, thoughts: tuple[int, int] | None
@@ -109,15 +109,15 @@ class AskedAnswer:
         if isinstance(self.span, tuple):
             first, last = ends_of(self.span, len(tokens) - prompt)
             return prompt + first, prompt + last + 1
-        own = _Characters(tokens, prompt)
+        chars = _Characters(tokens, prompt)
         if self.span is not None:
-            start = own.text.rfind(self.span) if self.span.strip() else -1
+            start = chars.text.rfind(self.span) if self.span.strip() else -1
             if start < 0:
                 raise InputError(
-                    f"span is {self.span!r}, which the continuation does not hold: {own.text!r}. "
+                    f"span is {self.span!r}, which the continuation does not hold: {chars.text!r}. "
                     "Expected a part of it, as it stands there."
                 )
-            return own.tokens(start, start + len(self.span))
+            return chars.tokens(start, start + len(self.span))
         first = prompt if thoughts is None or thoughts[1] == len(tokens) else thoughts[1]
         said = [k for k in range(first, len(tokens)) if tokens[k].text.strip()]
         said = [k for k in said if tokens[k].end > tokens[k].start] or said
@@ -186,8 +186,8 @@ class WholeAnswer:
         if self.asked.through != SWAPS:
             return None
         words, count = self._words, self.part[1] - self.prompt
-        found = swap_effects(self.run.module, self.ids[:, : self.prompt], words[:count])
-        return nn.functional.pad(found, (0, len(words) - count) * 2)
+        effects = swap_effects(self.run.module, self.ids[:, : self.prompt], words[:count])
+        return nn.functional.pad(effects, (0, len(words) - count) * 2)
 
     def rows(
         self, source: RowSource, what: str, single: tuple[Tensor, Tensor | None] | None = None

@@ -80,8 +80,8 @@ class ExplainBatches:
         Returns:
             pyarrow.Table: one row per row of the batch, or per answer of a log.
         """
-        rows, found, known = self._read(_table(batch))
-        types = {name: kind for name, kind in found.items() if kind and known.keeps(name)}
+        rows, kinds, known = self._read(_table(batch))
+        types = {name: kind for name, kind in kinds.items() if kind and known.keeps(name)}
         indices = [row.get("index") if isinstance(row, Mapping) else None for row in rows]
         if self.measured is None:
             self.measured = measured(self.make, known, self.memory, self.seed, rows)

@@ -96,8 +96,8 @@ def measured(
     explainer = make()
     model = explainer.setup.model
     read = (attempt(columns.row, row) for row in rows[:LOOKED_AT])
-    asked = [one for one in read if isinstance(one, InputRow)]
-    sizes = [attempt(explainer.size, one) for one in asked]
+    asked = [input_row for input_row in read if isinstance(input_row, InputRow)]
+    sizes = [attempt(explainer.size, input_row) for input_row in asked]
     order = sorted((k for k in range(len(asked)) if type(sizes[k]) is int), key=lambda k: sizes[k])
     with warnings.catch_warnings(), seeded(seed):
         warnings.simplefilter("ignore")  # rows warn again when they are explained

@@ -109,15 +109,15 @@ class ShardMaker:
         explainer = self.make()
         asked = [attempt(self.columns.row, row) for row in rows]
         with seeded(self.seed + number), batch_limit(self.limit()):
-            outcomes = iter(explainer([one for one in asked if isinstance(one, InputRow)]))
-        found = [next(outcomes) if isinstance(one, InputRow) else one for one in asked]
+            outcomes = iter(explainer([read for read in asked if isinstance(read, InputRow)]))
+        results = [next(outcomes) if isinstance(read, InputRow) else read for read in asked]
         records: list[dict[str, Any]] = []
         maps: dict[int, Sequence[Maps]] = {}
-        for index, row, outcome in zip(indices, rows, found, strict=True):
-            own = attempt(partial(own_values, types=self.types), row)
-            is_ready = isinstance(outcome, Exception) or not isinstance(own, Exception)
+        for index, row, outcome in zip(indices, rows, results, strict=True):
+            values = attempt(partial(own_values, types=self.types), row)
+            is_ready = isinstance(outcome, Exception) or not isinstance(values, Exception)
             told = attempt(
-                lambda one: record(one, explainer.heading([one])), outcome if is_ready else own
+                lambda one: record(one, explainer.heading([one])), outcome if is_ready else values
             )
             if isinstance(told, Exception):
                 if self.raises:
@@ -125,7 +125,7 @@ class ShardMaker:
                 told = {"error": _named(told)}
             elif isinstance(outcome, Example) and outcome.maps and index is not None:
                 maps[index] = outcome.maps
-            kept = {} if isinstance(own, Exception) else own
+            kept = {} if isinstance(values, Exception) else values
             records.append({"index": index, **told, **{OWN + k: kept[k] for k in kept}})
         return Shard(records, maps, list(explainer.explanation(()).settings["notes"]))
 
@@ -197,8 +197,8 @@ class ShardRun:
         rows = self.source.read(start, start + self.manifest["rows_per_shard"])
         if not rows:
             return False
-        found = maker(number, range(start, start + len(rows)), rows)
-        write_shard(shard_path(self.folder, number), number, schema, found)
+        shard = maker(number, range(start, start + len(rows)), rows)
+        write_shard(shard_path(self.folder, number), number, schema, shard)
         return True
 
     def _end(self) -> None:

@@ -21,86 +21,86 @@ from captum_ssm.explanation.make.inputs.pictures import is_array
 
 def hash_of_model(model: nn.Module) -> str:
     """A hash of all parameters and buffers of a model, and of its configuration."""
-    found = hashlib.sha256(_config(model))
+    hasher = hashlib.sha256(_config(model))
     named = [*model.named_parameters(), *model.named_buffers()]
     # Hashing leaves Python's lock, and a large model is hashed by several threads.
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for (name, _), digest in zip(named, pool.map(_tensor, [t for _, t in named]), strict=True):
-            found.update(name.encode() + digest)
-    return found.hexdigest()
+            hasher.update(name.encode() + digest)
+    return hasher.hexdigest()
 
 
 def hash_of_tokenizer(tokenizer: Any) -> str | None:
     """A hash of a tokenizer's vocabulary, rules and chat template, as far as it shows them."""
     if tokenizer is None:
         return None
-    found = hashlib.sha256(type(tokenizer).__name__.encode())
+    hasher = hashlib.sha256(type(tokenizer).__name__.encode())
     rules: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(rules, "to_str"):
-        found.update(rules.to_str().encode())
+        hasher.update(rules.to_str().encode())
     elif callable(getattr(tokenizer, "get_vocab", None)):
         with suppress(NotImplementedError):  # a base class that declares it: no vocabulary is shown
-            found.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
-    found.update(str(getattr(tokenizer, "chat_template", None)).encode())
-    return found.hexdigest()
+            hasher.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    hasher.update(str(getattr(tokenizer, "chat_template", None)).encode())
+    return hasher.hexdigest()
 
 
 def hash_of_file(path: Path) -> str:
     """A hash of a file's bytes."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 22):
-            found.update(part)
-    return found.hexdigest()
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def hash_of_rows(rows: Iterable[Any]) -> str:
     """A hash of what rows hold."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for row in rows:
-        _feed(found, row)
-    return found.hexdigest()
+        _feed(hasher, row)
+    return hasher.hexdigest()
 
 
 def _config(model: nn.Module) -> bytes:
     config: Any = getattr(model, "config", None)
     held = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
     # Where a model was loaded from, and by which version, changes nothing.
-    own = {key: value for key, value in held.items() if key not in ("_name_or_path", "dtype")}
-    return f"{type(model).__name__} {json.dumps(own, sort_keys=True, default=str)}".encode()
+    settings = {key: value for key, value in held.items() if key not in ("_name_or_path", "dtype")}
+    return f"{type(model).__name__} {json.dumps(settings, sort_keys=True, default=str)}".encode()
 
 
 def _tensor(tensor: Tensor) -> bytes:
-    found = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    hasher = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if is_traceable_wrapper_subclass(tensor):  # such as a quantized tensor: of several plain ones
         for name in tensor.__tensor_flatten__()[0]:
-            found.update(_tensor(getattr(tensor, name)))
+            hasher.update(_tensor(getattr(tensor, name)))
     elif not tensor.is_meta:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
         held: Any = plain.view(torch.uint8).numpy()
-        found.update(held)
-    return found.digest()
+        hasher.update(held)
+    return hasher.digest()
 
 
-def _feed(found: Any, value: Any) -> None:
+def _feed(hasher: Any, value: Any) -> None:
     # Each value with its type and its length, so that no two different rows feed the same bytes.
     if isinstance(value, (str, bytes)):
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        found.update(f"{type(value).__name__} {len(data)} ".encode() + data)
+        hasher.update(f"{type(value).__name__} {len(data)} ".encode() + data)
     elif isinstance(value, Mapping):
-        found.update(f"dict {len(value)} ".encode())
+        hasher.update(f"dict {len(value)} ".encode())
         for item in value.items():
-            _feed(found, item)
+            _feed(hasher, item)
     elif isinstance(value, (list, tuple)):
-        found.update(f"list {len(value)} ".encode())
+        hasher.update(f"list {len(value)} ".encode())
         for item in value:
-            _feed(found, item)
+            _feed(hasher, item)
     elif is_array(value):
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
         held = array.tolist() if array.dtype == object else np.ascontiguousarray(array).tobytes()
-        _feed(found, [str(array.dtype), list(array.shape), held])
+        _feed(hasher, [str(array.dtype), list(array.shape), held])
     elif is_dataclass(value):
-        _feed(found, vars(value))
+        _feed(hasher, vars(value))
     else:
         is_told = value is None or isinstance(value, (bool, int, float, Path))
-        found.update(f"{type(value).__name__} {value if is_told else ''} ".encode())
+        hasher.update(f"{type(value).__name__} {value if is_told else ''} ".encode())

@@ -36,14 +36,14 @@ def column_types(rows: Iterable[Any], of_texts: bool) -> dict[str, str | None]:
         dict: ``"bool"``, ``"int64"``, ``"float64"`` or ``"string"``, by name; None for a column of
         other values.
     """
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     kind = _kind_of_text if of_texts else _kind
     for row in rows:
         if isinstance(row, Mapping):
             for name, value in row.items():
-                found[str(name)] = _joined(found.get(str(name), NONE), kind(present(value)))
+                kinds[str(name)] = _joined(kinds.get(str(name), NONE), kind(present(value)))
     types = {NONE: "string", OTHER: None}
-    return {name: types.get(one, one) for name, one in found.items()}
+    return {name: types.get(type_name, type_name) for name, type_name in kinds.items()}
 
 
 def own_values(row: Any, types: Mapping[str, str]) -> dict[str, Any]:

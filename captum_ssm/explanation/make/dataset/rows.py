@@ -104,13 +104,13 @@ class Columns:
         return column not in self.inputs.values()
 
 
-def _check(names: Sequence[str] | None, given: Mapping[str, str]) -> None:
-    if given and names is None:
+def _check(names: Sequence[str] | None, columns: Mapping[str, str]) -> None:
+    if columns and names is None:
         raise InputError(
-            f"columns is {dict(given)!r}, and the rows of the data set are inputs without "
+            f"columns is {dict(columns)!r}, and the rows of the data set are inputs without "
             "columns; leave it out."
         )
-    for role, column in given.items():
+    for role, column in columns.items():
         if role not in ROLES:
             raise InputError(
                 f"columns names {role!r}; expected {', '.join(ROLES)}, each with the name of a "
@@ -140,28 +140,28 @@ def _inputs(names: Sequence[str]) -> dict[str, str]:
     )
 
 
-def _value(given: Mapping[str, Any], column: str) -> Any:
-    if column not in given:
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    if column not in row:
         raise InputError(f"the row has no {column!r}; expected it in every row.")
-    return given[column]
+    return row[column]
 
 
-def _row_of(given: Any, asked: dict[str, Any]) -> InputRow:
+def _row_of(row: Any, asked: dict[str, Any]) -> InputRow:
     # A row that is itself what the model reads.
-    first = given[0] if isinstance(given, (list, tuple)) and given else None
+    first = row[0] if isinstance(row, (list, tuple)) and row else None
     if isinstance(first, Mapping):
-        return InputRow(_conversation(given, "the row"), **asked, messages=True)
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(first, str):
-        texts = {role: _text(one, role) for role, one in zip(PAIRS[1], given, strict=True)}
+        return InputRow(_conversation(row, "the row"), **asked, messages=True)
+    if isinstance(row, tuple) and len(row) == 2 and isinstance(first, str):
+        texts = {role: _text(text, role) for role, text in zip(PAIRS[1], row, strict=True)}
         return InputRow(texts, **asked)
-    if first is not None and all(as_index(one) is not None for one in given):
-        return InputRow(_ids(given, "the row"), **asked)
-    if isinstance(given, (list, tuple)):
-        return InputRow(_series(given, "the row"), **asked)
-    is_input = is_array(given) or hasattr(given, "__fspath__")
-    if isinstance(given, str) or not is_input:
-        return InputRow(_text(given, "the row"), **asked)
-    return InputRow(_finite(given, "the row"), **asked)
+    if first is not None and all(as_index(entry) is not None for entry in row):
+        return InputRow(_ids(row, "the row"), **asked)
+    if isinstance(row, (list, tuple)):
+        return InputRow(_series(row, "the row"), **asked)
+    is_input = is_array(row) or hasattr(row, "__fspath__")
+    if isinstance(row, str) or not is_input:
+        return InputRow(_text(row, "the row"), **asked)
+    return InputRow(_finite(row, "the row"), **asked)
 
 
 def _text(value: Any, column: str) -> str:
@@ -173,27 +173,27 @@ def _text(value: Any, column: str) -> str:
 
 
 def _conversation(value: Any, column: str) -> list[Any]:
-    found = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
-    if not found or not all(isinstance(one, Mapping) for one in found):
+    messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise TypeError(f"{column} is {_short(value)}; expected a list of messages, at least one.")
-    return found
+    return messages
 
 
 def _ids(value: Any, column: str) -> list[int]:
-    ids = [as_index(one) for one in _marks(value, column)]
-    known = [one for one in ids if one is not None and 0 <= one < 2**31]
+    ids = [as_index(number) for number in _marks(value, column)]
+    known = [token_id for token_id in ids if token_id is not None and 0 <= token_id < 2**31]
     if len(known) < len(ids):
         raise TypeError(f"{column} is {_short(value)}; expected a list of integers from 0 on.")
     return known
 
 
 def _marks(value: Any, column: str) -> list[Any]:
-    found = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(found, (list, tuple)) and len(found) == 1 and isinstance(found[0], (list, tuple)):
-        found = found[0]  # a batch of one
-    if not isinstance(found, (list, tuple)) or not found:
+    marks = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(marks, (list, tuple)) and len(marks) == 1 and isinstance(marks[0], (list, tuple)):
+        marks = marks[0]  # a batch of one
+    if not isinstance(marks, (list, tuple)) or not marks:
         raise TypeError(f"{column} is {_short(value)}; expected a list of integers.")
-    return list(found)
+    return list(marks)
 
 
 def _image(value: Any, column: str) -> Any:

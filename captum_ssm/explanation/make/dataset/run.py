@@ -131,12 +131,12 @@ def explain_dataset(
     if not head:
         raise InputError("the data set is empty; expected at least one row.")
     shared = {"target": target, "against": against}
-    length, names, found = _survey(source, head)
+    length, names, kinds = _survey(source, head)
     if source.reader is None:
         known: RowReader = Columns.find(names, columns or {}, shared)
     else:
         known = source.reader(own_tokenizer, {"columns": columns or None, **shared, **options})
-    types = {name: one for name, one in found.items() if one and known.keeps(name)}
+    types = {name: kind for name, kind in kinds.items() if kind and known.keeps(name)}
     manifest = {
         "rows": length,
         "rows_per_shard": rows_per_shard,
@@ -187,10 +187,10 @@ def _survey(
     return passed if source.digest else source.length, names, types
 
 
-def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
     # All options, those that were not given as well; methods are in the manifest by themselves.
     left_out = ("methods", "show_progress")
-    held = {name: value for name, value in {**OPTIONS, **given}.items() if name not in left_out}
+    held = {name: value for name, value in {**OPTIONS, **options}.items() if name not in left_out}
     return {name: plain(value, _class_of) for name, value in held.items()}
 
 

@@ -71,8 +71,8 @@ class ServedLog:
             FileNotFoundError: for a file that is not there.
         """
         rows = Forward(lambda start: islice(self._rows(), start, None))
-        given = [one for one in (self.records, self.requests) if one is not None]
-        digest = _digest(given)
+        logs = [log for log in (self.records, self.requests) if log is not None]
+        digest = _digest(logs)
         return Source(
             "a served log",
             rows.read,
@@ -95,8 +95,8 @@ class ServedLog:
         records = _each(self.records)
         if self.requests is not None:
             records = with_requests(records, _each(self.requests))
-        for one in each_answer(records):
-            yield one if isinstance(one, Exception) else {RECORD: one, **one.columns}
+        for answer in each_answer(records):
+            yield answer if isinstance(answer, Exception) else {RECORD: answer, **answer.columns}
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,18 @@ def _each(records: Any) -> Iterable[Any]:
     return source_of(records).everything()
 
 
-def _digest(given: Sequence[Any]) -> Callable[[], str] | None:
+def _digest(logs: Sequence[Any]) -> Callable[[], str] | None:
     # None where something is not all there yet.
-    files = [Path(one) if isinstance(one, (str, Path)) else None for one in given]
+    files = [Path(log) if isinstance(log, (str, Path)) else None for log in logs]
     for path in filter(None, files):
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r} is not a file; expected a log.")
     if any(
-        path is None and source_of(one).digest is None
-        for path, one in zip(files, given, strict=True)
+        path is None and source_of(log).digest is None
+        for path, log in zip(files, logs, strict=True)
     ):
         return None
     return lambda: hash_of_rows(
-        [as_data(row) for row in _each(one)] if path is None else hash_of_file(path)
-        for path, one in zip(files, given, strict=True)
+        [as_data(row) for row in _each(log)] if path is None else hash_of_file(path)
+        for path, log in zip(files, logs, strict=True)
     )

@@ -115,9 +115,9 @@ class Forward:
         if self.raw is None or start < self.at:
             self.raw, self.at = self.open_at(start), start
         self.at += sum(1 for _ in islice(self.raw, start - self.at))
-        found = list(islice(self.raw, stop - start))
-        self.at += len(found)
-        self.last = (start, stop), [attempt(self.parse, one) for one in found]
+        rows = list(islice(self.raw, stop - start))
+        self.at += len(rows)
+        self.last = (start, stop), [attempt(self.parse, row) for row in rows]
         return self.last[1]
 
 
@@ -152,21 +152,21 @@ def _of_file(path: Path) -> Source:
 
 def _of_folder(path: Path) -> Source:
     # Pictures, in the order of their names; the folder that one lies in may be its class.
-    files = sorted(one for one in path.rglob("*") if one.suffix.lower() in ENDINGS)
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS)
     if not files:
         raise InputError(
             f"dataset is {str(path)!r}, a folder without pictures; expected files that end in "
             f"{', '.join(ENDINGS)}. A folder of the package datasets: datasets.load_from_disk."
         )
-    names = [one.relative_to(path) for one in files]
+    names = [file.relative_to(path) for file in files]
     rows = [
-        {"image": str(one), "file": name.as_posix(), "label": name.parent.name or None}
-        for one, name in zip(files, names, strict=True)
+        {"image": str(file), "file": name.as_posix(), "label": name.parent.name or None}
+        for file, name in zip(files, names, strict=True)
     ]
 
     def digest() -> str:
         return hash_of_rows(
-            [name.as_posix(), hash_of_file(one)] for one, name in zip(files, names, strict=True)
+            [name.as_posix(), hash_of_file(file)] for file, name in zip(files, names, strict=True)
         )
 
     schema = {"file": "string", "label": "string"}
@@ -246,18 +246,18 @@ def _of_parquet(path: Path) -> Source:
 def scalars(schema: Any) -> dict[str, str]:
     """The types of an Arrow schema's scalar columns, by name; times and the like are texts."""
     types = arrow().types
-    found = {}
+    type_names = {}
     for column in schema:
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
         if types.is_integer(kind):
-            found[column.name] = "int64"
+            type_names[column.name] = "int64"
         elif types.is_floating(kind):
-            found[column.name] = "float64"
+            type_names[column.name] = "float64"
         elif types.is_temporal(kind) or types.is_decimal(kind) or types.is_null(kind):
-            found[column.name] = "string"
+            type_names[column.name] = "string"
         elif str(kind) in _SCALARS:
-            found[column.name] = _SCALARS[str(kind)]
-    return found
+            type_names[column.name] = _SCALARS[str(kind)]
+    return type_names
 
 
 def _of_datasets(dataset: Any) -> Source:
@@ -290,8 +290,8 @@ def _bytes_of(table: Any) -> bytes:
     plain = table.replace_schema_metadata(None).combine_chunks()
     with pa.ipc.new_stream(sink, plain.schema) as writer:
         writer.write_table(plain)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
 
 
 def _by_index(row: Callable[[int], Any], count: int) -> Callable[[int, int], list[Any]]:

@@ -150,16 +150,16 @@ def given(
     if processor is not None and not is_ready:
         inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
         forms, readings = processed(inputs, processor)
-        found = _of_pixels(_chosen(model, forms, readings, known), mean, std)
+        images = _of_pixels(_chosen(model, forms, readings, known), mean, std)
         names = tuple(map(file_name, inputs if isinstance(inputs, list) else [inputs]))
-        return replace(found, names=names) if all(names) else found
+        return replace(images, names=names) if all(names) else images
     several = _several(inputs)
     if several is not None:
-        return _joined([given(model, one, None, mean, std, known) for one in several])
+        return _joined([given(model, example, None, mean, std, known) for example in several])
     if is_picture(inputs):
         name, forms = pictures(inputs)
-        found = _of_pixels(_chosen(model, forms, PICTURES, known), mean, std, is_raw=True)
-        return replace(found, names=(name,)) if name else found
+        images = _of_pixels(_chosen(model, forms, PICTURES, known), mean, std, is_raw=True)
+        return replace(images, names=(name,)) if name else images
     array, columns = _array(inputs)
     trial = _chosen(model, [array], FLOATS if columns is None else {2: COLUMNS}, known)
     is_values = trial.kind in ("series", "table")
@@ -281,7 +281,7 @@ def _first_layer(model: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    return (one for one in model.modules() if isinstance(one, (*READ_BY, nn.Embedding)))
+    return (module for module in model.modules() if isinstance(module, (*READ_BY, nn.Embedding)))
 
 
 def _of_pixels(trial: Trial, mean: Any, std: Any, is_raw: bool = False) -> Given:
@@ -346,23 +346,23 @@ def _several(inputs: Any) -> list[Any] | None:
         items = list(inputs)
         if not items:
             raise InputError("inputs is empty; expected at least one example.")
-        is_numbers = all(isinstance(one, (int, float, list, tuple)) for one in items)
+        is_numbers = all(isinstance(entry, (int, float, list, tuple)) for entry in items)
         return None if is_numbers else items
     return None
 
 
-def _joined(found: Sequence[Given]) -> Given:
-    kinds = dict.fromkeys(f"{_a(one.kind)} of axes {one.axes}" for one in found)
-    if len(kinds) > 1 or len({one.features for one in found}) > 1:
+def _joined(inputs: Sequence[Given]) -> Given:
+    kinds = dict.fromkeys(f"{_a(entry.kind)} of axes {entry.axes}" for entry in inputs)
+    if len(kinds) > 1 or len({entry.features for entry in inputs}) > 1:
         raise InputError(
             f"the inputs are {' and '.join(kinds)}; expected examples of one kind, with the same "
             "features."
         )
-    examples = tuple(one for each in found for one in each.examples)
-    named = [name for each in found for name in each.names]
+    examples = tuple(example for each in inputs for example in each.examples)
+    named = [name for each in inputs for name in each.names]
     is_plain = len(set(named)) < len(named)
-    names = _names(found[0].kind, len(examples)) if is_plain else tuple(named)
-    return replace(found[0], examples=examples, names=names)
+    names = _names(inputs[0].kind, len(examples)) if is_plain else tuple(named)
+    return replace(inputs[0], examples=examples, names=names)
 
 
 def _array(inputs: Any) -> tuple[Tensor, tuple[str, ...] | None]:

@@ -115,7 +115,7 @@ def encoded(inputs: Any, processor: Any) -> Any:
         InputError: for what the processor does not take.
     """
     if isinstance(inputs, list):
-        return [encoded(one, processor) for one in inputs]
+        return [encoded(example, processor) for example in inputs]
     if not isinstance(inputs, Mapping) or "input_ids" in inputs or "text" not in inputs:
         return inputs
     names = [name for name in GIVEN if inputs.get(name) is not None]
@@ -132,18 +132,18 @@ def encoded(inputs: Any, processor: Any) -> Any:
             "processor, as AutoProcessor.from_pretrained returns it: explain(model, processor, "
             f"{{'text': ..., '{names[0]}': ...}})."
         )
-    given = {name: inputs[name] for name in names}
-    if "images" in given:
-        given["images"] = _opened(given["images"])
+    media = {name: inputs[name] for name in names}
+    if "images" in media:
+        media["images"] = _opened(media["images"])
     try:
-        found = processor(text=inputs["text"], **given, return_tensors="pt")
+        encoding = processor(text=inputs["text"], **media, return_tensors="pt")
     except RAISED as error:
-        counts = (f"{len(list(_flat(value)))} {name}" for name, value in given.items())
+        counts = (f"{len(list(_flat(value)))} {name}" for name, value in media.items())
         raise InputError(
             f"{type(processor).__name__} does not take the text {inputs['text']!r} with "
             f"{' and '.join(counts)}. It says: {error}{_hint(processor, inputs['text'])}"
         ) from error
-    return {**found, **{name: given[name] for name in ("images",) if name in given}}
+    return {**encoding, **{name: media[name] for name in ("images",) if name in media}}
 
 
 def _hint(processor: Any, text: Any) -> str:
@@ -158,15 +158,15 @@ def _hint(processor: Any, text: Any) -> str:
 
 def _opened(images: Any) -> Any:
     if isinstance(images, (list, tuple)):
-        return [_opened(one) for one in images]
+        return [_opened(image) for image in images]
     is_file = is_path(images) and "://" not in str(images)
     return opened(images) if is_file else images
 
 
 def _flat(images: Any) -> Iterator[Any]:
     if isinstance(images, (list, tuple)):
-        for one in images:
-            yield from _flat(one)
+        for image in images:
+            yield from _flat(image)
     elif images is not None and not isinstance(images, (str, PathLike)):
         yield images
 
@@ -174,11 +174,15 @@ def _flat(images: Any) -> Iterator[Any]:
 def placeholders(model: nn.Module) -> dict[int, str]:
     """What stands in the place of which id, by the model's configuration."""
     config = getattr(model, "config", None)
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
     for kind, names in SIGNS.items():
-        ids = [one for one in (getattr(config, name, None) for name in names) if one is not None]
-        found |= {int(one): kind for one in ids[:1]}
-    return found
+        ids = [
+            token_id
+            for token_id in (getattr(config, name, None) for name in names)
+            if token_id is not None
+        ]
+        kinds |= {int(token_id): kind for token_id in ids[:1]}
+    return kinds
 
 
 def check_ids(ids: Tensor, model: nn.Module, media: Media | None) -> None:
@@ -209,7 +213,7 @@ def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> It
         if media is None or isinstance(error, InputError):
             raise
         kinds = placeholders(model)
-        counts = {kind: int((ids == one).sum()) for one, kind in kinds.items()}
+        counts = {kind: int((ids == token_id).sum()) for token_id, kind in kinds.items()}
         held = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if count)
         shapes = ", ".join(
             f"{name} {tuple(value.shape)}"

@@ -94,8 +94,8 @@ def unpacked(model: Any, tokenizer: Any, inputs: Any, processor: Any) -> tuple[A
     """
     if is_model(model) or not is_model(getattr(model, "model", None)):
         if is_processor(tokenizer):
-            own = tokenizer if processor is None else processor
-            return model, _with_template(tokenizer), inputs, own
+            used_processor = tokenizer if processor is None else processor
+            return model, _with_template(tokenizer), inputs, used_processor
         return model, tokenizer, inputs, processor
     if tokenizer is not None and inputs is not None:
         raise TypeError(
@@ -104,9 +104,13 @@ def unpacked(model: Any, tokenizer: Any, inputs: Any, processor: Any) -> tuple[A
         )
     inputs = tokenizer if inputs is None else inputs
     names = ("processor", "image_processor")
-    found = [one for one in (getattr(model, name, None) for name in names) if one is not None]
-    own = next(iter(found), None) if processor is None else processor
-    return model.model, getattr(model, "tokenizer", None), inputs, own
+    processors = [
+        candidate
+        for candidate in (getattr(model, name, None) for name in names)
+        if candidate is not None
+    ]
+    used_processor = next(iter(processors), None) if processor is None else processor
+    return model.model, getattr(model, "tokenizer", None), inputs, used_processor
 
 
 def is_processor(value: Any) -> bool:
@@ -140,20 +144,20 @@ def read_texts(
         InputError: for a text without a token, or ids that are not in the vocabulary; of several
             it says which.
     """
-    found = []
+    readings = []
     for k, text in enumerate(texts):
         with numbered(k, len(texts)):
             if isinstance(text, Ids) and text.media is not None:
                 check_ids(torch.tensor([text.ids]), model, text.media)
                 whole = read_ids(tokenizer, text.ids, "the text", placeholders(model))
-                found.append(placed(whole, text.media, model, processor))
+                readings.append(placed(whole, text.media, model, processor))
                 continue
-            found.append(_read(tokenizer, text))
-            check_text(torch.tensor([found[-1].ids]), model)
+            readings.append(_read(tokenizer, text))
+            check_text(torch.tensor([readings[-1].ids]), model)
     # A conversation was read before, and its own reader warns of it.
-    pairs = zip(found, texts, strict=True)
-    warn_of_unknown([read for read, given in pairs if read is not given], stacklevel=7)
-    return found
+    pairs = zip(readings, texts, strict=True)
+    warn_of_unknown([read for read, original in pairs if read is not original], stacklevel=7)
+    return readings
 
 
 @contextmanager
@@ -173,11 +177,11 @@ def _read(tokenizer: Any, text: Text) -> TokenizedText:
     if isinstance(text, tuple):
         return read_pair(tokenizer, *text)
     if isinstance(text, Ids):
-        found = read_ids(tokenizer, text.ids, "the text")
+        tokenized = read_ids(tokenizer, text.ids, "the text")
         special = {*getattr(tokenizer, "all_special_ids", ())}
         pairs = zip(text.ids, text.types, strict=False)
-        parts = tuple(None if one in special else part for one, part in pairs)
-        return replace(found, parts=parts, types=text.types)
+        parts = tuple(None if token_id in special else part for token_id, part in pairs)
+        return replace(tokenized, parts=parts, types=text.types)
     return read(tokenizer, text, "text")
 
 
@@ -218,7 +222,7 @@ def _is_listed(inputs: Any) -> bool:
 def _with_ids(inputs: Any) -> Any:
     # With a tokenizer, arrays of integers are token ids, as tensors are.
     if isinstance(inputs, list):
-        return [_with_ids(one) for one in inputs]
+        return [_with_ids(entry) for entry in inputs]
     is_ids = isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iu" and inputs.ndim < 3
     return torch.as_tensor(inputs.astype(np.int64)) if is_ids else inputs
 
@@ -241,15 +245,17 @@ def _of_list(inputs: list[Any]) -> list[Text] | None:
         raise InputError("inputs is empty; give at least one text.")
     first = inputs[0]
     if isinstance(first, (str, Mapping)):
-        found: list[Text] = []
-        for k, one in enumerate(inputs):
+        all_texts: list[Text] = []
+        for k, entry in enumerate(inputs):
             with numbered(k, len(inputs)):
-                texts = _texts(one) if isinstance(one, (str, Mapping)) else None
-                is_known = isinstance(one, str) or _has_media(one)
-                if texts is None or not (is_known or _is_pair_of_texts(one)):
-                    raise TypeError(f"this is a {type(one).__name__}; expected a text, as before.")
-                found += texts
-        return found
+                texts = _texts(entry) if isinstance(entry, (str, Mapping)) else None
+                is_known = isinstance(entry, str) or _has_media(entry)
+                if texts is None or not (is_known or _is_pair_of_texts(entry)):
+                    raise TypeError(
+                        f"this is a {type(entry).__name__}; expected a text, as before."
+                    )
+                all_texts += texts
+        return all_texts
     if isinstance(first, tuple) and len(first) == 2 and all(isinstance(t, str) for t in first):
         return [(str(a), str(b)) for a, b in inputs]
     if torch.is_tensor(first):  # of other axes it may be a picture or a batch
@@ -278,12 +284,12 @@ def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
         media = media_of(inputs)
         if media is not None:
             texts = _of_ids(inputs["input_ids"], inputs.get("attention_mask"), None)
-            return [replace(one, media=media) for one in texts if isinstance(one, Ids)]
+            return [replace(text, media=media) for text in texts if isinstance(text, Ids)]
         named = [inputs.get(name) for name in ("attention_mask", "token_type_ids")]
         return _of_ids(inputs["input_ids"], *named)
     for names in PAIRS:
-        found = [inputs[name] for name in names if name in inputs]
-        columns = [[one] if isinstance(one, str) else list(one) for one in found]
+        values = [inputs[name] for name in names if name in inputs]
+        columns = [[value] if isinstance(value, str) else list(value) for value in values]
         if names[0] in inputs and len(columns) == 2:
             return [(str(a), str(b)) for a, b in zip(*columns, strict=True)]
         if names[0] in inputs and names[0] == "text":
@@ -306,13 +312,13 @@ def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:
         )
     marks = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
     kinds = [[0] * len(row) for row in rows] if types is None else _rows(types)
-    for name, given in (("attention_mask", marks), ("token_type_ids", kinds)):
-        if [len(row) for row in given] != [len(row) for row in rows]:
+    for name, values in (("attention_mask", marks), ("token_type_ids", kinds)):
+        if [len(row) for row in values] != [len(row) for row in rows]:
             raise InputError(
-                f"{name} has shape {_shape(given)} for ids of shape {shape}; give one entry per "
+                f"{name} has shape {_shape(values)} for ids of shape {shape}; give one entry per "
                 "token."
             )
-    found: list[Text] = []
+    texts: list[Text] = []
     for k, (row, marked, kind) in enumerate(zip(rows, marks, kinds, strict=True)):
         kept = [i for i, mark in enumerate(marked) if mark]
         if not kept:
@@ -320,8 +326,8 @@ def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:
                 f"attention_mask marks no token of example {k}; expected at least one."
             )
         of_texts = tuple(kind[i] for i in kept)
-        found.append(Ids([row[i] for i in kept], of_texts if any(of_texts) else ()))
-    return found
+        texts.append(Ids([row[i] for i in kept], of_texts if any(of_texts) else ()))
+    return texts
 
 
 def _rows(values: Any) -> list[list[int]]:
@@ -335,9 +341,9 @@ def _rows(values: Any) -> list[list[int]]:
                 "or (B, L) of an integer dtype, at least one."
             )
         values = values.tolist()
-    values = [one.tolist() if hasattr(one, "tolist") else one for one in values]
+    values = [entry.tolist() if hasattr(entry, "tolist") else entry for entry in values]
     rows = values if values and isinstance(values[0], (list, tuple)) else [values]
-    return [[int(one) for one in row] for row in rows]
+    return [[int(number) for number in row] for row in rows]
 
 
 def _shape(values: Any) -> tuple[int, ...]:

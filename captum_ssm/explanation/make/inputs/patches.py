@@ -58,11 +58,11 @@ def placed(text: TokenizedText, media: Media, model: nn.Module, processor: Any) 
     kinds = placeholders(model)
     pictures: list[Picture] = []
     for sign, kind in kinds.items():
-        places = [k for k, one in enumerate(text.ids) if one == sign]
+        places = [k for k, token_id in enumerate(text.ids) if token_id == sign]
         if places:
             pictures += _of_kind(kind, places, text, media, model, processor)
     pictures.sort(key=lambda picture: picture.tokens[0])
-    end = 1 + max((max(one.tokens) for one in pictures), default=len(text.ids) - 1)
+    end = 1 + max((max(picture.tokens) for picture in pictures), default=len(text.ids) - 1)
     return replace(text, media=replace(media, pictures=tuple(pictures), end=end))
 
 
@@ -75,34 +75,36 @@ def _of_kind(
     processor: Any,
 ) -> list[Picture]:
     entries = _entries(kind, media.arguments)
-    found = _divided(entries, len(places))
-    if found is None:
+    division = _divided(entries, len(places))
+    if division is None:
         return _in_rows(kind, places)
-    merged, grids = found
+    merged, grids = division
     entries = _with_pixels(kind, entries, media.arguments, merged, _patch(model, processor))
     with_tokens, at = [], 0
-    for one, grid in zip(entries, grids, strict=True):
+    for entry, grid in zip(entries, grids, strict=True):
         tokens = np.array(places[at : at + prod(grid)]).reshape(grid)
-        with_tokens.append(replace(one, tokens=tokens))
+        with_tokens.append(replace(entry, tokens=tokens))
         at += prod(grid)
     if kind == "image":
         with_tokens = _joined(with_tokens, text)
-    images = [] if any(one.note for one in with_tokens) else list(media.images)
-    of_images = [k for k, one in enumerate(with_tokens) if THUMBNAIL not in one.name]
-    given: dict[int, Any] = {}
+    images = [] if any(entry.note for entry in with_tokens) else list(media.images)
+    of_images = [k for k, entry in enumerate(with_tokens) if THUMBNAIL not in entry.name]
+    originals: dict[int, Any] = {}
     if kind == "image" and len(images) == len(of_images):
         owner = (sum(i <= k for i in of_images) - 1 for k in range(len(with_tokens)))
-        given = {k: as_picture(images[i]) for k, i in enumerate(owner)}
+        originals = {k: as_picture(images[i]) for k, i in enumerate(owner)}
     mean, std = norms(processor, None, None)
     return [
         Picture(
-            one.name,
-            tuple(one.tokens.flatten().tolist()),
-            one.tokens.shape,
-            given.get(k, None if one.pixels is None else shown(one.pixels.cpu(), mean, std)),
-            one.note,
+            entry.name,
+            tuple(entry.tokens.flatten().tolist()),
+            entry.tokens.shape,
+            originals.get(
+                k, None if entry.pixels is None else shown(entry.pixels.cpu(), mean, std)
+            ),
+            entry.note,
         )
-        for k, one in enumerate(with_tokens)
+        for k, entry in enumerate(with_tokens)
     ]
 
 
@@ -122,18 +124,18 @@ def _entries(kind: str, arguments: Any) -> list[PatchGrid]:
     if kind == "image" and torch.is_tensor(pixels) and pixels.dim() in (4, 5):
         each = pixels.flatten(0, pixels.dim() - 4)  # (n, C, H, W)
         return [
-            PatchGrid((one.shape[1], one.shape[2]), f"image {k + 1}", one, note=DERIVED)
-            for k, one in enumerate(each)
+            PatchGrid((image.shape[1], image.shape[2]), f"image {k + 1}", image, note=DERIVED)
+            for k, image in enumerate(each)
         ]
     return []
 
 
 def _divided(entries: Sequence[PatchGrid], count: int) -> tuple[int, list[tuple[int, int]]] | None:
     # How many patches make one token in each direction, and the grid of tokens of each entry.
-    for merged in range(1, max((max(one.size) for one in entries), default=0) + 1):
-        grids = [(-(-one.size[0] // merged), -(-one.size[1] // merged)) for one in entries]
+    for merged in range(1, max((max(entry.size) for entry in entries), default=0) + 1):
+        grids = [(-(-entry.size[0] // merged), -(-entry.size[1] // merged)) for entry in entries]
         total = sum(map(prod, grids))
-        is_exact = all(side % merged == 0 for one in entries if one.note for side in one.size)
+        is_exact = all(side % merged == 0 for entry in entries if entry.note for side in entry.size)
         if total == count and is_exact:
             return merged, grids
         if total < count:
@@ -146,26 +148,28 @@ def _with_pixels(
 ) -> list[PatchGrid]:
     # The pictures (C, H, W) behind the patches, where their order is known.
     pixels = arguments.get(PIXELS[kind][0])
-    if patch is None or not torch.is_tensor(pixels) or any(one.note for one in entries):
+    if patch is None or not torch.is_tensor(pixels) or any(entry.note for entry in entries):
         return list(entries)
-    of_one, counts = 3 * patch * patch, [prod(one.size) for one in entries]
+    of_one, counts = 3 * patch * patch, [prod(entry.size) for entry in entries]
     each: Sequence[Tensor] = ()
     if pixels.dim() == 3 and len(pixels) == len(entries):  # each image is padded
-        each = [one[:count] for one, count in zip(pixels, counts, strict=True)]
+        each = [patches[:count] for patches, count in zip(pixels, counts, strict=True)]
     elif pixels.dim() == 2 and len(pixels) == sum(counts):
         each = pixels.split(counts)
     if not each or pixels.shape[-1] % of_one:
         return list(entries)
     arrange = _row_by_row if pixels.dim() == 3 else _block_by_block
     pairs = zip(entries, each, strict=True)
-    return [replace(one, pixels=arrange(held, one.size, merged, patch)) for one, held in pairs]
+    return [
+        replace(entry, pixels=arrange(held, entry.size, merged, patch)) for entry, held in pairs
+    ]
 
 
 def _row_by_row(held: Tensor, size: tuple[int, int], merged: int, patch: int) -> Tensor | None:
     # As of SigLIP 2: patches line by line, channels last.
     h, w = size
-    found = held.reshape(h, w, patch, patch, -1)[..., :3]
-    return found.permute(4, 0, 2, 1, 3).reshape(3, h * patch, w * patch)
+    pixels = held.reshape(h, w, patch, patch, -1)[..., :3]
+    return pixels.permute(4, 0, 2, 1, 3).reshape(3, h * patch, w * patch)
 
 
 def _block_by_block(held: Tensor, size: tuple[int, int], merged: int, patch: int) -> Tensor | None:
@@ -173,58 +177,62 @@ def _block_by_block(held: Tensor, size: tuple[int, int], merged: int, patch: int
     h, w = size
     if h % merged or w % merged:
         return None
-    found = held.reshape(h // merged, w // merged, merged, merged, 3, -1, patch, patch)
-    found = found[:, :, :, :, :, 0].permute(4, 0, 2, 5, 1, 3, 6)
-    return found.reshape(3, h * patch, w * patch)
+    pixels = held.reshape(h // merged, w // merged, merged, merged, 3, -1, patch, patch)
+    pixels = pixels[:, :, :, :, :, 0].permute(4, 0, 2, 5, 1, 3, 6)
+    return pixels.reshape(3, h * patch, w * patch)
 
 
 def _patch(model: nn.Module, processor: Any) -> int | None:
     # The pixels along one side of a patch.
     config = getattr(getattr(model, "config", None), "vision_config", None)
-    own = getattr(processor, "image_processor", processor)
-    names = (config, "patch_size"), (own, "patch_size"), (own, "encoder_patch_size")
+    image_processor = getattr(processor, "image_processor", processor)
+    names = (
+        (config, "patch_size"),
+        (image_processor, "patch_size"),
+        (image_processor, "encoder_patch_size"),
+    )
     sides = (getattr(owner, name, None) for owner, name in names)
     return next((side for side in sides if isinstance(side, int)), None)
 
 
 def _joined(entries: Sequence[PatchGrid], text: TokenizedText) -> list[PatchGrid]:
     # Parts of one large image, put together, and its thumbnail.
-    found: list[PatchGrid] = []
+    images: list[PatchGrid] = []
     tiles: dict[tuple[int, int], PatchGrid] = {}
     number = 0
-    for k, one in enumerate(entries):
-        first = int(one.tokens.flat[0])
+    for k, entry in enumerate(entries):
+        first = int(entry.tokens.flat[0])
         before = text.tokens[first - 1].text if first else ""
         match = TILE.search(before)
         if match:
-            tiles[int(match[1]), int(match[2])] = one
+            tiles[int(match[1]), int(match[2])] = entry
             after = entries[k + 1 : k + 2]
             following = text.tokens[int(after[0].tokens.flat[0]) - 1].text if after else ""
             again = TILE.search(following)
             if again is None or (int(again[1]), int(again[2])) in tiles:
                 number += 1
-                found += _whole(tiles, number)
+                images += _whole(tiles, number)
                 tiles = {}
         elif THUMBNAIL in before and number:
-            found.append(replace(one, name=f"image {number}, {THUMBNAIL}"))
+            images.append(replace(entry, name=f"image {number}, {THUMBNAIL}"))
         else:
             number += 1
-            found.append(replace(one, name=f"image {number}"))
-    return found
+            images.append(replace(entry, name=f"image {number}"))
+    return images
 
 
 def _whole(tiles: dict[tuple[int, int], PatchGrid], number: int) -> list[PatchGrid]:
     rows, columns = (max(place[axis] for place in tiles) for axis in (0, 1))
-    shapes = {one.tokens.shape for one in tiles.values()}
+    shapes = {tile.tokens.shape for tile in tiles.values()}
     if len(tiles) != rows * columns or len(shapes) > 1:
         return [
-            replace(one, name=f"image {number}, part {k + 1}")
-            for k, one in enumerate(tiles.values())
+            replace(tile, name=f"image {number}, part {k + 1}")
+            for k, tile in enumerate(tiles.values())
         ]
     lines = [[tiles[r + 1, c + 1] for c in range(columns)] for r in range(rows)]
     first = lines[0][0]
-    tokens = np.block([[one.tokens for one in line] for line in lines])
-    held = [[one.pixels for one in line if one.pixels is not None] for line in lines]
+    tokens = np.block([[tile.tokens for tile in line] for line in lines])
+    held = [[tile.pixels for tile in line if tile.pixels is not None] for line in lines]
     pixels = None
     if sum(map(len, held)) == len(tiles):
         pixels = torch.cat([torch.cat(line, 2) for line in held], 1)

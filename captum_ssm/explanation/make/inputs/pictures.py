@@ -53,7 +53,7 @@ def pictures(inputs: Any) -> tuple[str, list[Tensor]]:
         InputError: for a file that is not an image.
     """
     image = opened(inputs)
-    return file_name(inputs), [torch.as_tensor(one).float() for one in _forms(image)]
+    return file_name(inputs), [torch.as_tensor(form).float() for form in _forms(image)]
 
 
 def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]]:
@@ -63,14 +63,14 @@ def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]
         TypeError: where it returns no pixels.
     """
     is_list = isinstance(inputs, (list, tuple))
-    found = [_colored(opened(one), processor) for one in (inputs if is_list else [inputs])]
+    images = [_colored(opened(picture), processor) for picture in (inputs if is_list else [inputs])]
     if _is_of_transformers(processor):
-        made = _of_images(processor)(found if is_list else found[0], return_tensors="pt")
+        made = _of_images(processor)(images if is_list else images[0], return_tensors="pt")
         pixels = made.get("pixel_values", made.get("pixel_values_videos"))
     else:
-        made = [processor(one) for one in found]
-        are_pixels = all(torch.is_tensor(one) and one.dim() > 2 for one in made)
-        pixels = torch.cat([_batch(one) for one in made]) if are_pixels else None
+        made = [processor(image) for image in images]
+        are_pixels = all(torch.is_tensor(output) and output.dim() > 2 for output in made)
+        pixels = torch.cat([_batch(output) for output in made]) if are_pixels else None
     if not torch.is_tensor(pixels):
         raise TypeError(
             f"processor is a {type(processor).__name__}, which returns no pixels; expected an "
@@ -113,16 +113,16 @@ def normalized(pixels: Tensor, mean: Any, std: Any, axis: int) -> Tensor:
     """
     count = pixels.shape[axis]
     shape = [count if k == axis else 1 for k in range(pixels.dim())]
-    found = []
+    stats = []
     for name, values in (("mean", mean), ("std", std)):
-        one = torch.as_tensor(values, dtype=pixels.dtype).flatten()
-        if len(one) not in (1, count):
+        numbers = torch.as_tensor(values, dtype=pixels.dtype).flatten()
+        if len(numbers) not in (1, count):
             raise InputError(
-                f"{name} holds {len(one)} numbers, and the picture has {count} channel(s); "
+                f"{name} holds {len(numbers)} numbers, and the picture has {count} channel(s); "
                 "expected one number per channel."
             )
-        found.append(one.expand(count).view(shape))
-    return (pixels - found[0]) / found[1]
+        stats.append(numbers.expand(count).view(shape))
+    return (pixels - stats[0]) / stats[1]
 
 
 def shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
@@ -133,7 +133,7 @@ def shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
     pixels = pixels.float()
     if mean is not None and std is not None:
         shape = -1, *[1] * (pixels.dim() - 1)
-        m, s = (torch.as_tensor(one, dtype=torch.float32).view(shape) for one in (mean, std))
+        m, s = (torch.as_tensor(stat, dtype=torch.float32).view(shape) for stat in (mean, std))
         pixels = pixels * s + m
     else:
         low, high = pixels.min(), pixels.max()

@@ -57,7 +57,8 @@ class TokenizedText:
         moved = [replace(first, text=between + first.text, start=first.start - len(between))]
         shift += len(between)
         moved = [
-            replace(one, start=one.start + shift, end=one.end + shift) for one in (*moved, *rest)
+            replace(token, start=token.start + shift, end=token.end + shift)
+            for token in (*moved, *rest)
         ]
         text, tokens = self.text + between + other.text, self.tokens + tuple(moved)
         return TokenizedText(text, tokens, turns=self.turns, media=self.media)
@@ -115,8 +116,8 @@ def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
         offsets = _found(joined, _pieces(tokenizer, ids))
         special = {*getattr(tokenizer, "all_special_ids", ())}
         parts = [
-            None if one in special else int(a >= shift)
-            for one, (a, _) in zip(ids, offsets, strict=True)
+            None if token_id in special else int(a >= shift)
+            for token_id, (a, _) in zip(ids, offsets, strict=True)
         ]
     # The first text's last token ends its line. What stands for no character, such as a separator,
     # lies where the text before it ends.
@@ -143,16 +144,18 @@ def read_ids(
     if not ids:
         raise InputError(f"{name} holds no token; give at least one.")
     if tokenizer is None:
-        pieces = [f" {one}" if i else str(one) for i, one in enumerate(ids)]
+        pieces = [f" {token_id}" if i else str(token_id) for i, token_id in enumerate(ids)]
     else:
         pieces = _pieces(tokenizer, ids)
     special = {*getattr(tokenizer, "all_special_ids", ()), *placeholders}
     tokens, at = [], 0
-    for piece, one, called in zip(pieces, ids, _names(tokenizer, ids), strict=True):
-        part = "" if one in special else piece
-        tokens.append(Token(part or called, one, at, at + len(part)))
+    for piece, token_id, called in zip(pieces, ids, _names(tokenizer, ids), strict=True):
+        part = "" if token_id in special else piece
+        tokens.append(Token(part or called, token_id, at, at + len(part)))
         at += len(part)
-    return TokenizedText("".join(one.text for one in tokens if one.end > one.start), tuple(tokens))
+    return TokenizedText(
+        "".join(token.text for token in tokens if token.end > token.start), tuple(tokens)
+    )
 
 
 def between(tokenizer: Any, first: TokenizedText, second: TokenizedText) -> str:
@@ -167,9 +170,9 @@ def answer_text(tokenizer: Any) -> Callable[[int], str]:
     if tokenizer is None:
         return str
 
-    def text(one: int) -> str:
-        found = tokenizer.decode([one])
-        return _names(tokenizer, [one])[0] if not found or "\ufffd" in found else found
+    def text(token_id: int) -> str:
+        decoded = tokenizer.decode([token_id])
+        return _names(tokenizer, [token_id])[0] if not decoded or "\ufffd" in decoded else decoded
 
     return text
 
@@ -204,28 +207,28 @@ def positions_in(position: Any, P: int) -> list[int] | None:
 def _names(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     # What tokens that stand for no part of the text are called.
     if tokenizer is None:
-        return [str(one) for one in ids]
+        return [str(token_id) for token_id in ids]
     return readable_tokens(tokenizer.convert_ids_to_tokens(list(ids)))
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     # What each token adds to the decoded text; a character that several tokens make up is the
     # last one's. A few tokens before it tell how it is spaced.
-    found = []
+    pieces = []
     for i in range(len(ids)):
         start = max(0, i - CONTEXT)
         before, after = (
             tokenizer.decode(list(ids[start:end])).rstrip("\ufffd") if end > start else ""
             for end in (i, i + 1)
         )
-        found.append(after[len(before) :])
-    return found
+        pieces.append(after[len(before) :])
+    return pieces
 
 
 def _found(text: str, pieces: Sequence[str]) -> list[tuple[int, int]]:
     # Where the decoded pieces lie in the text. What is not there, as of unknown words, shares what
     # lies between its neighbors.
-    found: list[tuple[int, int]] = []
+    offsets: list[tuple[int, int]] = []
     lost: list[int] = []
     at = 0
     for i, piece in enumerate([*pieces, ""]):
@@ -233,14 +236,14 @@ def _found(text: str, pieces: Sequence[str]) -> list[tuple[int, int]]:
         start = text.find(wanted, at) if i < len(pieces) else len(text)
         if start < 0 or (text[at:start].strip() and not lost and i < len(pieces)):
             lost.append(i)
-            found.append((at, at))
+            offsets.append((at, at))
             continue
         for k, part in zip(lost, _shared(text, at, start, len(lost)), strict=True):
-            found[k] = part
+            offsets[k] = part
         lost = []
         at = start + len(wanted)
-        found.append((start, at))
-    return found[:-1]
+        offsets.append((start, at))
+    return offsets[:-1]
 
 
 def _shared(text: str, start: int, end: int, count: int) -> list[tuple[int, int]]:
@@ -268,8 +271,8 @@ def _reading(
         ends[last:] = [len(text)] * len(ends[last:])
     unknown, names = unknown_token(tokenizer), _names(tokenizer, ids)
     tokens = []
-    for one, start, end, called in zip(ids, [0, *ends[:-1]], ends, names, strict=True):
+    for token_id, start, end, called in zip(ids, [0, *ends[:-1]], ends, names, strict=True):
         typed = text[start:end]
-        is_unknown = one == unknown and typed.strip() not in ("", called)
-        tokens.append(Token(typed or called, one, start, end, called if is_unknown else None))
+        is_unknown = token_id == unknown and typed.strip() not in ("", called)
+        tokens.append(Token(typed or called, token_id, start, end, called if is_unknown else None))
     return TokenizedText(text, tuple(tokens))

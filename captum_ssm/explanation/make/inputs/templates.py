@@ -54,19 +54,19 @@ def rendered(tokenizer: Any, messages: Sequence[Message], is_open: bool) -> Rend
         InputError: for messages that the template refuses.
     """
     try:
-        found = _rendering(tokenizer, messages, is_open, str)
+        rendering = _rendering(tokenizer, messages, is_open, str)
     except InputError as error:
         try:
             return _rendering(tokenizer, messages, is_open, _one_part)
         except InputError:
             raise error from error.__cause__
-    if found.messages or not found.said:
-        return found
+    if rendering.messages or not rendering.said:
+        return rendering
     try:
         parts = _rendering(tokenizer, messages, is_open, _one_part)
     except InputError:
-        return found
-    return parts if parts.messages else found
+        return rendering
+    return parts if parts.messages else rendering
 
 
 def _one_part(content: str) -> list[dict[str, str]]:
@@ -86,13 +86,13 @@ def _rendering(
     ]
     pieces = _MARKS.split(_applied(tokenizer, marked, is_open, form))
     literals, marks = pieces[::2], [int(index) for index in pieces[1::2]]
-    found = _matched(literals, [_forms(messages[k]["content"]) for k in marks], text)
+    spans = _matched(literals, [_forms(messages[k]["content"]) for k in marks], text)
     # A template may also change what is said, such as leave out its reasoning.
-    found = found or _matched(literals, [".*?"] * len(marks), text)
+    spans = spans or _matched(literals, [".*?"] * len(marks), text)
     whole = read(tokenizer, text, "messages", special=False)
-    if found is None:
+    if spans is None:
         return Rendering(whole, None, said)
-    places = [(k, start, end) for k, (start, end) in zip(marks, found, strict=True)]
+    places = [(k, start, end) for k, (start, end) in zip(marks, spans, strict=True)]
     return Rendering(whole, places, said)
 
 

@@ -138,15 +138,15 @@ class ArrayQuestion:
         return arranged(rows, f"{axes.replace('1', 'r')}->rtf")
 
     def _shown(self, values: Tensor) -> dict[str, Any]:
-        given = self.given
-        if not given.is_pixels:
-            return {"series": to_numpy(self._kept(self.values)[0]), "features": given.features}
-        channels = given.axes.index("c")
+        inputs = self.given
+        if not inputs.is_pixels:
+            return {"series": to_numpy(self._kept(self.values)[0]), "features": inputs.features}
+        channels = inputs.axes.index("c")
         pixels = values[0].movedim(channels - 1, 0).cpu()
         grids = token_grids(self.setup.model, values).values() if channels == 1 else ()
         shapes = [tuple(grid.shape) for grid in grids if grid is not None]
         grid = shapes[0] if shapes and len(shapes[0]) == values.dim() - 2 else None
-        return {"image": shown(pixels, given.mean, given.std), "grid": grid}
+        return {"image": shown(pixels, inputs.mean, inputs.std), "grid": grid}
 
 
 def array_questions(setup: Setup, found: Given, target: Any, against: Any) -> list[ArrayQuestion]:

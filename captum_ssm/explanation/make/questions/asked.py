@@ -37,7 +37,7 @@ def require_known_to_media(setup: Setup, texts: Sequence[TokenizedText]) -> None
     if not media:
         return
     names = ", ".join(media[0].arguments)
-    for name in [name for name, one in setup.methods.items() if isinstance(one, CaptumRows)]:
+    for name in [name for name, method in setup.methods.items() if isinstance(method, CaptumRows)]:
         error = InputError(
             f"{name} changes the embeddings of ids or the ids themselves, and the model reads "
             f"{names} with this text, which it would give nothing; expected a method of this "
@@ -84,12 +84,12 @@ def text_questions(
     # A list of integers is one continuation, but several classes.
     is_text = task.kind == "tokens"
     targets, others = (
-        per_example(name, given, len(texts), is_text)
-        for name, given in (("target", target), ("against", against))
+        per_example(name, value, len(texts), is_text)
+        for name, value in (("target", target), ("against", against))
     )
     questions = []
     for k, (text, a, b) in enumerate(zip(readings, targets, others, strict=True)):
         with numbered(k, len(texts)):
-            found = answers[k](a, b) if answers and is_text else (text, a, b)
-            questions.append(QUESTIONS[task.kind].of(setup, task, *found))
+            arguments = answers[k](a, b) if answers and is_text else (text, a, b)
+            questions.append(QUESTIONS[task.kind].of(setup, task, *arguments))
     return questions

@@ -155,7 +155,7 @@ class Questions:
         shown = dict.fromkeys([*top[:TOP], *explained])
         answers = _answers(choices, logits, list(shown), rows, {first: typed})
         places = {answer.id: k for k, answer in enumerate(answers)}
-        index = {one: places[choices.id_of(one)] for one in shown}
+        index = {candidate: places[choices.id_of(candidate)] for candidate in shown}
         contrasts = []
         if against is not None:
             contrasts = [Contrast(index[first], index[against], len(self.questions))]
@@ -213,35 +213,35 @@ class Questions:
             inputs (Tensor): of one example, ``(1, ...)``.
             shaped (Callable): from rows in the shape of the input to those that are kept.
         """
-        found: dict[str, Rows] = {}
+        by_method: dict[str, Rows] = {}
         for name in list(self.setup.methods):
             try:
-                found[name] = yield Explain(self.run, inputs, self, name)
+                by_method[name] = yield Explain(self.run, inputs, self, name)
             except FAILS as error:
                 if not self.setup.goes_on_without(name, error):
                     raise
-        found = {name: rows for name, rows in found.items() if name in self.setup.methods}
-        whole = {name: rows for name, (rows, _) in found.items()}
+        by_method = {name: rows for name, rows in by_method.items() if name in self.setup.methods}
+        whole = {name: rows for name, (rows, _) in by_method.items()}
         if self.setup.validate:
             rows = [answer.row for out in self.outputs for answer in out.answers[out.chosen :][:1]]
             asked = {row: self.questions[row] for row in rows if row is not None}
             self.validation = validated(self.run, inputs, whole, asked, self.setup.replacement)
         relevance = {name: to_numpy(shaped(rows)) for name, rows in whole.items()}
-        deltas = {name: to_numpy(each) for name, (_, each) in found.items() if each is not None}
+        deltas = {name: to_numpy(each) for name, (_, each) in by_method.items() if each is not None}
         return relevance, deltas
 
     def rows_of_answer(self, method: RowSource, inputs: Tensor, name: str) -> Rows:
         """Rows of the single tokens, if any are asked about, and of the whole answer."""
         assert self.answer is not None
         if not self.questions:
-            found = self.answer.rows(method, name)
-            return found.relevance, found.delta if method.adds_up else None
+            traced = self.answer.rows(method, name)
+            return traced.relevance, traced.delta if method.adds_up else None
         ((each, delta),) = method.rows([InputQuestions(self.run, inputs, self.questions)], name)
         chosen = [out.answers[out.chosen].row for out in self.outputs if out.part is None]
         single = each[chosen], None if delta is None else delta[chosen]
-        found = self.answer.rows(method, name, single)
-        rows = torch.cat([each, found.relevance.to(each)])
-        return rows, None if delta is None else torch.cat([delta, found.delta.to(delta)])
+        traced = self.answer.rows(method, name, single)
+        rows = torch.cat([each, traced.relevance.to(each)])
+        return rows, None if delta is None else torch.cat([delta, traced.delta.to(delta)])
 
 
 @dataclass(frozen=True)
@@ -263,16 +263,16 @@ class Explain(OneInput):
         method = several[0].questions.setup.methods[name]
         what = name if len(several) == 1 else ""
         asked = [
-            InputQuestions(one.run, one.inputs, one.questions.questions)
-            for one in several
-            if one.questions.answer is None
+            InputQuestions(step.run, step.inputs, step.questions.questions)
+            for step in several
+            if step.questions.answer is None
         ]
         rows = iter(method.rows(asked, what) if asked else ())
         return [
             next(rows)
-            if one.questions.answer is None
-            else one.questions.rows_of_answer(method, one.inputs, what)
-            for one in several
+            if step.questions.answer is None
+            else step.questions.rows_of_answer(method, step.inputs, what)
+            for step in several
         ]
 
 

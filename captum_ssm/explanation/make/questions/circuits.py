@@ -48,7 +48,7 @@ def circuits(
     flow = RelevanceFlow(setup.model, memory_limit=setup.memory_limit)
     pictures = () if questions.run.media is None else questions.run.media.pictures
     texts = picture_names(pictures, [token.text for token in tokens])
-    found = []
+    graphs = []
     for output, answer, foil, question in progress(list(_asked(questions)), "circuits"):
         # A model that predicts the next token reads nothing after it.
         read = inputs
@@ -71,8 +71,8 @@ def circuits(
             with torch.no_grad():
                 curve = _curve(questions, read, question, graph)
         against = {} if foil is None else {"against": foil.text}
-        found.append(_told(graph, output, answer, curve | against))
-    return tuple(found)
+        graphs.append(_told(graph, output, answer, curve | against))
+    return tuple(graphs)
 
 
 def _curve(
@@ -85,14 +85,14 @@ def _curve(
     whole = questions.run(read)[place].float()
     contrast = _contrast(whole, question)
     names = [name for layer in graph.layers for name in layer.name.split(" + ")]
-    own = [(name, t, t) for name in names for t in range(read.shape[1])]
+    self_edges = [(name, t, t) for name in names for t in range(read.shape[1])]
     rows = {}
     try:
         for k in (0, *(k for k in COUNTS if k <= len(graph.edges))):
             edges = [Edge(edge.layer, edge.target, edge.source) for edge in graph.edges[:k]]
             with circuit(
                 questions.setup.model,
-                [*own, *edges],
+                [*self_edges, *edges],
                 formulation=graph.formulation,
                 coefficients="whole",
             ):
@@ -136,8 +136,13 @@ def _asked(
             continue
         if not output.contrasts:
             yield output, answer, None, questions.questions[answer.row]
-        for one in output.contrasts:
-            yield output, answer, output.answers[one.against], questions.questions[one.row]
+        for contrast in output.contrasts:
+            yield (
+                output,
+                answer,
+                output.answers[contrast.against],
+                questions.questions[contrast.row],
+            )
 
 
 def _told(

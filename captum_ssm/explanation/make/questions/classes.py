@@ -40,15 +40,15 @@ class ClassQuestion(OneTextQuestion):
         if task.kind == "labels":
             positions = positions_in(setup.position, len(text.tokens))
             if positions is None:
-                positions = [k for k, one in enumerate(text.tokens) if one.end > one.start]
+                positions = [k for k, token in enumerate(text.tokens) if token.end > token.start]
         elif setup.position is not None:
             raise InputError(
                 f"position is {setup.position!r}, and the model has one output for a whole text; "
                 "leave position out."
             )
         chosen, other = (
-            class_of(name, given, task.names)
-            for name, given in (("target", target), ("against", against))
+            class_of(name, wanted, task.names)
+            for name, wanted in (("target", target), ("against", against))
         )
         if other is not None and chosen == other:
             raise itself(task.names[other])
@@ -65,6 +65,6 @@ class ClassQuestion(OneTextQuestion):
         if places is not None:
             choices = replace(questions.choices, role=LABEL)
         each: Sequence[int | None] = [None] if places is None else places
-        for position, row, one in zip(each, logits, chosen, strict=True):
-            against = None if one == self.against else self.against
-            questions.add(row, position, one, against, choices=choices)
+        for position, row, answer in zip(each, logits, chosen, strict=True):
+            against = None if answer == self.against else self.against
+            questions.add(row, position, answer, against, choices=choices)

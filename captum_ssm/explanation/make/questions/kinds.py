@@ -132,8 +132,8 @@ class Axes:
 
     def are_labels(self, size: int) -> bool:
         """Whether there are so many names of classes."""
-        given = configured(self.module) if self.labels is None else self.labels
-        return len(given) == size
+        labels = configured(self.module) if self.labels is None else self.labels
+        return len(labels) == size
 
     def are_tokens(self, size: int) -> bool:
         """Whether the vocabulary has so many tokens."""
@@ -165,7 +165,9 @@ class Axes:
     def _tables(self, side: str) -> set[int]:
         table = input_embeddings(self.module)
         tables = [part for part in self.module.modules() if isinstance(part, nn.Embedding)]
-        return {getattr(one, side) for one in (table, *tables) if hasattr(one, side)}
+        return {
+            getattr(embedding, side) for embedding in (table, *tables) if hasattr(embedding, side)
+        }
 
 
 def _per_token(run: Run, axes: Axes, size: int) -> Task:

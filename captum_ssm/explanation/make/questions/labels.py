@@ -30,14 +30,14 @@ def names_of(labels: Any, model: Any, count: int) -> tuple[str, ...]:
             f"labels holds {len(labels)} names; the model has {count} classes: expected one name "
             "per class."
         )
-    given = configured(model) if labels is None else labels
-    if len(given) != count:  # as of the configuration of a model inside of another one
+    names = configured(model) if labels is None else labels
+    if len(names) != count:  # as of the configuration of a model inside of another one
         return tuple(map(str, range(count)))
     try:
-        return tuple(str(given[k]) for k in range(count))
+        return tuple(str(names[k]) for k in range(count))
     except KeyError as error:
         raise ValueError(
-            f"labels names the classes {', '.join(map(str, given))}; expected 0 .. {count - 1}, "
+            f"labels names the classes {', '.join(map(str, names))}; expected 0 .. {count - 1}, "
             "each with its name."
         ) from error
 
@@ -56,13 +56,13 @@ def class_of(name: str, wanted: Any, labels: Sequence[str]) -> int | None:
     if wanted is None:
         return None
     if isinstance(wanted, str):
-        found = [k for k, label in enumerate(labels) if label == wanted]
-        found = found or [k for k, each in enumerate(labels) if each.lower() == wanted.lower()]
-        if len(found) == 1:
-            return found[0]
-        several = f", which is the name of the classes {', '.join(map(str, found))}"
+        matches = [k for k, label in enumerate(labels) if label == wanted]
+        matches = matches or [k for k, each in enumerate(labels) if each.lower() == wanted.lower()]
+        if len(matches) == 1:
+            return matches[0]
+        several = f", which is the name of the classes {', '.join(map(str, matches))}"
         hint = did_you_mean(wanted, labels)
-        raise _unknown(name, repr(wanted) + (several if found else ""), labels, hint)
+        raise _unknown(name, repr(wanted) + (several if matches else ""), labels, hint)
     index = index_in(wanted, len(labels))
     if index is None:
         raise _unknown(name, repr(wanted), labels)

@@ -38,11 +38,11 @@ class Lens:
     def watching(self) -> Iterator[None]:
         """Records what is needed of the run of the model inside."""
         norms = filter(is_norm, self.model.modules())
-        lists = [one for one in self.model.modules() if isinstance(one, nn.ModuleList)]
-        self._lists = {one: [] for one in lists}
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        self._lists = {layers: [] for layers in lists}
         with watch_modules(norms, after=self._keep_norm), ExitStack() as stack:
-            for one in lists:
-                stack.enter_context(watch_modules(one, after=partial(self._keep, one)))
+            for layers in lists:
+                stack.enter_context(watch_modules(layers, after=partial(self._keep, layers)))
             yield
 
     def layers(self, logits: Tensor) -> list[Tensor] | None:
@@ -54,14 +54,14 @@ class Lens:
         if self.head is None or self._norm is None:
             return None
         norm, last = self._norm
-        for module, found in self._lists.items():
-            fits = len(found) == len(module) > 0 and found[-1].shape == last.shape
-            if not fits or not torch.equal(found[-1], last):
+        for module, streams in self._lists.items():
+            fits = len(streams) == len(module) > 0 and streams[-1].shape == last.shape
+            if not fits or not torch.equal(streams[-1], last):
                 continue
-            after = [self._answers(norm, one) for one in found]
+            after = [self._answers(norm, stream) for stream in streams]
             for ending in self._endings(after[-1], logits):
                 if (ending(after[-1]) - logits).abs().max() <= 1e-3 * logits.abs().max():
-                    return [ending(one) for one in after]
+                    return [ending(scores) for scores in after]
         return None
 
     def _endings(self, last: Tensor, logits: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:

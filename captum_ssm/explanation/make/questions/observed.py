@@ -74,26 +74,28 @@ class Look(OneInput):
     @staticmethod
     def together(several: Sequence[Look]) -> list[Seen]:
         """What each of a batch needs, by one run of the model."""
-        one, (first, *others) = joined(several), several
+        batch, (first, *others) = joined(several), several
         result = first.first.pop() if first.first and not others else None
-        if result is None or not torch.equal(result.inputs, one.inputs):
-            result = _run(one)
-        scores = one.run.read(result.output)
+        if result is None or not torch.equal(result.inputs, batch.inputs):
+            result = _run(batch)
+        scores = batch.run.read(result.output)
         if others and len(scores) != len(several):
             raise RuntimeError(f"{len(scores)} outputs for {len(several)} inputs")
         parts = scores.split(1) if others else [scores]
         asked = zip(several, parts, result.read_at, strict=True)
         return [
-            Seen(own if look.positions is None else own[:, list(look.positions)], at)
-            for look, own, at in asked
+            Seen(part if look.positions is None else part[:, list(look.positions)], at)
+            for look, part, at in asked
         ]
 
 
-def _run(one: OneInput) -> Observed:
-    if one.is_text:
-        return observed(one.run, one.inputs)
+def _run(batch: OneInput) -> Observed:
+    if batch.is_text:
+        return observed(batch.run, batch.inputs)
     with torch.no_grad():
-        return Observed(one.inputs, one.run.module(one.inputs), None, (None,) * len(one.inputs))
+        return Observed(
+            batch.inputs, batch.run.module(batch.inputs), None, (None,) * len(batch.inputs)
+        )
 
 
 def observed(run: Run, ids: Tensor) -> Observed:
@@ -119,7 +121,7 @@ def places_of(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
         pair = output
     else:
         return None
-    are_scores = all(torch.is_tensor(one) and one.shape == ids.shape for one in pair)
+    are_scores = all(torch.is_tensor(scores) and scores.shape == ids.shape for scores in pair)
     return pair if are_scores and ids.shape[1] > 1 else None
 
 
@@ -140,8 +142,8 @@ class _Watch:
     def maker_of(self, result: Tensor) -> nn.Module | None:
         """The module that returned this very tensor."""
         wanted = result.data_ptr(), result.shape
-        made = ((part, (one.data_ptr(), one.shape)) for part, one in reversed(self._made))
-        return next((part for part, one in made if one == wanted), None)
+        made = ((part, (tensor.data_ptr(), tensor.shape)) for part, tensor in reversed(self._made))
+        return next((part for part, key in made if key == wanted), None)
 
     def see(self, read: Any) -> None:
         """Look whether what is read is the vector of one token."""

@@ -156,11 +156,13 @@ class _Answers:
         whole = Choices(self.part, self.probabilities, SPAN, ask, self.number)
         questions.add(self.scores, None, chosen, against, choices=whole)
         others = (None, None) if against is None else self.place(against)
-        for side, (one, other) in enumerate(zip(self.place(chosen), others, strict=True)):
+        for side, (position, other) in enumerate(zip(self.place(chosen), others, strict=True)):
             logits, role = ((self.starts, START), (self.ends, END))[side]
             ask = partial(PlaceQuestion, side=side)
             choices = Choices(self.token, role=role, ask=ask)
-            questions.add(logits, None, one, None if other == one else other, choices=choices)
+            questions.add(
+                logits, None, position, None if other == position else other, choices=choices
+            )
 
 
 def _place(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | None:
@@ -180,7 +182,9 @@ def _place(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | Non
 
 def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
     # Where the context begins, if there is a question before it.
-    begins = [one.start for one, part in zip(text.tokens, text.parts, strict=False) if part == 1]
+    begins = [
+        token.start for token, part in zip(text.tokens, text.parts, strict=False) if part == 1
+    ]
     at = text.text.find(wanted.strip(), begins[0] if begins else 0)
     if at < 0 or not wanted.strip():
         raise TargetError(
@@ -188,7 +192,7 @@ def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
             f"{text.text[begins[0] if begins else 0 :].strip()!r}."
         )
     end = at + len(wanted.strip())
-    held = [k for k, one in enumerate(text.tokens) if one.start < end and at < one.end]
+    held = [k for k, token in enumerate(text.tokens) if token.start < end and at < token.end]
     held = [k for k in held if text.tokens[k].end > text.tokens[k].start]
     return held[0], held[-1]
 

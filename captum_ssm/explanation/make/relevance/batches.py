@@ -55,7 +55,7 @@ class BatchLimit:
 
     def was_exceeded(self, several: Sequence[OneInput]) -> None:
         """What was computed together took more memory than there is: keep to half of it."""
-        size = max(one.size for one in several)
+        size = max(example.size for example in several)
         for room in self._texts if several[0].is_text else self._arrays:
             room.was_exceeded(len(several), size)
 
@@ -91,11 +91,11 @@ def batches(items: Sequence[OneInput], most: int | None = None) -> Iterator[list
         batch: list[int] = []
         longest = 0
         for k in places:
-            one = items[k]
-            longest = max(longest, one.size)
-            allowed = limit.most(one, longest) if most is None else one.run.most(most)
+            example = items[k]
+            longest = max(longest, example.size)
+            allowed = limit.most(example, longest) if most is None else example.run.most(most)
             if batch and len(batch) >= allowed:
                 yield batch
-                batch, longest = [], one.size
+                batch, longest = [], example.size
             batch.append(k)
         yield batch

@@ -127,12 +127,12 @@ class CaptumRows:
 
         A delta is the score minus that at the baseline minus the sum of relevance.
         """
-        return [self._of(one, what) for one in asked]
+        return [self._of(example, what) for example in asked]
 
-    def _of(self, one: InputQuestions, what: str) -> Rows:
-        inputs, questions = one.inputs, one.questions
+    def _of(self, example: InputQuestions, what: str) -> Rows:
+        inputs, questions = example.inputs, example.questions
         with torch.inference_mode(False), torch.enable_grad(), seeded(0):
-            inputs, self._model = inputs.clone(), one.run
+            inputs, self._model = inputs.clone(), example.run
             if isinstance(self.inner, LayerAttribution):
                 return self._of_layer(inputs, questions, what)
             if self.removes_parts:
@@ -152,7 +152,7 @@ class CaptumRows:
         if inputs.dim() == 3:  # the steps of each variable of a series
             window[1] = 1
         options = self._options(perturbations_per_eval=BATCH, sliding_window_shapes=tuple(window))
-        groups = [questions] if isinstance(self.inner, OF_ALL) else [[one] for one in questions]
+        groups = [questions] if isinstance(self.inner, OF_ALL) else [[q] for q in questions]
         first = min((q.position for q in questions if q.position is not None), default=None)
         is_cut = is_text and first is not None and is_causal(self._run, parts, first)
         run = partial(self._of_group, parts, options, is_cut)
@@ -173,13 +173,13 @@ class CaptumRows:
 
         score = self._score(run, group)
         method = _with_forward(self.method, score)
-        found = method.attribute(presence, **{**options, "baselines": torch.zeros_like(presence)})
-        found = found.detach().reshape(len(group), *presence.shape[1:]).float()
+        rows = method.attribute(presence, **{**options, "baselines": torch.zeros_like(presence)})
+        rows = rows.detach().reshape(len(group), *presence.shape[1:]).float()
         if is_cut:
-            found = F.pad(found, (0, unread))
-            for row, end in zip(found, ends, strict=True):
+            rows = F.pad(rows, (0, unread))
+            for row, end in zip(rows, ends, strict=True):
                 row[end:] = 0
-        return found
+        return rows
 
     def _of_gradients(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Rows:
         options = self._options(internal_batch_size=BATCH)
@@ -203,11 +203,11 @@ class CaptumRows:
         def run(x: Tensor) -> Tensor:
             if table is None:
                 return self._run(x)
-            found = []
+            outputs = []
             for part in x.split(self._model.most(len(x))):
                 with _embedded(table, part):
-                    found.append(self._run(inputs.expand(len(part), -1)))
-            return torch.cat(found)
+                    outputs.append(self._run(inputs.expand(len(part), -1)))
+            return torch.cat(outputs)
 
         relevance, deltas = self._each(run, explained, questions, what, options)
         return relevance.flatten(2).sum(2) if is_text else relevance, deltas
@@ -284,8 +284,8 @@ class CaptumRows:
         # The scores (n, R) of n inputs, or of a method that takes one of a run (n,).
         def score(inputs: Tensor) -> Tensor:
             logits = run(inputs)
-            found = [question.score(logits) for question in questions]
-            return torch.stack(found, 1) if isinstance(self.inner, OF_ALL) else found[0]
+            scores = [question.score(logits) for question in questions]
+            return torch.stack(scores, 1) if isinstance(self.inner, OF_ALL) else scores[0]
 
         return score
 

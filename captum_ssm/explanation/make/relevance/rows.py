@@ -130,10 +130,14 @@ def rows(
         PaddingIsReadError: where a model reads what texts of a batch are padded with.
     """
     needs_target, whole = method.needs_target(**options), method.reads_whole_maps(**options)
-    jobs = [job for k, one in enumerate(asked) for job in _jobs(one, k, needs_target, whole)]
+    jobs = [
+        job for k, example in enumerate(asked) for job in _jobs(example, k, needs_target, whole)
+    ]
     adds_up = has_delta(method, options)
-    found: list[list[Any]] = [[None] * len(one.questions) for one in asked]
-    deltas = [torch.zeros(len(one.questions), device=one.inputs.device) for one in asked]
+    relevances: list[list[Any]] = [[None] * len(example.questions) for example in asked]
+    deltas = [
+        torch.zeros(len(example.questions), device=example.inputs.device) for example in asked
+    ]
     computed = _by_row if needs_target or whole else _off_one_run
     for group, of in computed(method, jobs, step, what):
         relevance, delta = _attributed(of, group, adds_up, options)
@@ -143,10 +147,10 @@ def rows(
                 L, read = asked[job.index].inputs.shape[1], job.inputs.shape[1]
                 row = nn.functional.pad(row[:read], (0, L - read))
             for k in job.rows:
-                found[job.index][k] = row
+                relevances[job.index][k] = row
                 if delta is not None:
                     deltas[job.index][k] = delta[i]
-    pairs = zip(found, deltas, strict=True)
+    pairs = zip(relevances, deltas, strict=True)
     return [(torch.stack(each), delta if adds_up else None) for each, delta in pairs]
 
 
@@ -170,18 +174,18 @@ class _Job(OneInput):
         return super().group + self.kind
 
 
-def _jobs(one: InputQuestions, k: int, needs_target: bool, whole: bool) -> list[_Job]:
+def _jobs(example: InputQuestions, k: int, needs_target: bool, whole: bool) -> list[_Job]:
     # Without a target, rows of one token are the same.
     same: dict[Any, list[int]] = {}
-    for i, question in enumerate(one.questions):
-        is_own = needs_target or _has_place_of_its_own(question, one.run)
+    for i, question in enumerate(example.questions):
+        is_own = needs_target or _has_place_of_its_own(question, example.run)
         same.setdefault(i if is_own else ("at", question.position), []).append(i)
     jobs = []
     for rows in same.values():
-        question = one.questions[rows[0]]
-        of, end = OneInput(one.run, one.inputs), question.position
+        question = example.questions[rows[0]]
+        of, end = OneInput(example.run, example.inputs), question.position
         if whole and end is not None:  # a row must not see later tokens, nor padding
-            of = OneInput(replace(one.run, is_causal=False), one.inputs).until(end + 1)
+            of = OneInput(replace(example.run, is_causal=False), example.inputs).until(end + 1)
         kind = (question.is_target, question.explained) if needs_target else ()
         jobs.append(_Job(of.run, of.inputs, k, rows, question, needs_target, kind))
     return jobs
@@ -207,8 +211,8 @@ def _off_one_run(
         several = [each[k] for k in places]
         of = method
         if several[0][0].question.position is not None:
-            one = joined([ks[0] for ks in several])
-            of = method.freeze_once(one.inputs, one.run.extra(one.inputs))
+            batch = joined([ks[0] for ks in several])
+            of = method.freeze_once(batch.inputs, batch.run.extra(batch.inputs))
         turns = range(max(map(len, several)))
         for k in progress(turns, what) if what else turns:
             yield [ks[min(k, len(ks) - 1)] for ks in several], of
@@ -217,8 +221,8 @@ def _off_one_run(
 def _attributed(
     method: TokenAttribution, group: Sequence[_Job], adds_up: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    one = joined(group)
-    run, inputs, questions = one.run, one.inputs, [job.question for job in group]
+    batch = joined(group)
+    run, inputs, questions = batch.run, batch.inputs, [job.question for job in group]
     extra: Any = run.extra(inputs)
     needs_target, is_text = group[0].needs_target, questions[0].position is not None
     selects: dict[str, Any] = {}

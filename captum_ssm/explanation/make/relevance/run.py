@@ -105,14 +105,20 @@ class OneInput:
 def joined(several: Sequence[OneInput]) -> OneInput:
     """Inputs of one group as one batch ``(B, ...)``: texts are padded at their ends."""
     first = several[0]
-    if all(one.inputs is first.inputs for one in several):
+    if all(example.inputs is first.inputs for example in several):
         # Methods see that it is one input, and share what they can.
         return OneInput(first.run, first.inputs.expand(len(several), *first.inputs.shape[1:]))
-    size = max(one.inputs.shape[1] for one in several)
+    size = max(example.inputs.shape[1] for example in several)
     inputs = torch.cat(
-        [nn.functional.pad(one.inputs, (0, size - one.inputs.shape[1])) for one in several]
+        [
+            nn.functional.pad(example.inputs, (0, size - example.inputs.shape[1]))
+            for example in several
+        ]
         if first.is_text
-        else [one.inputs for one in several]
+        else [example.inputs for example in several]
     )
-    named = {name: torch.cat([one.run.named[name] for one in several]) for name in first.run.named}
+    named = {
+        name: torch.cat([example.run.named[name] for example in several])
+        for name in first.run.named
+    }
     return OneInput(replace(first.run, named=named), inputs)

@@ -34,7 +34,9 @@ def is_chunk(entry: Any) -> bool:
     if not isinstance(entry, Mapping):
         return False
     choices = entry.get("choices") or ()
-    return str(entry.get("object", "")).endswith(".chunk") or any("delta" in one for one in choices)
+    return str(entry.get("object", "")).endswith(".chunk") or any(
+        "delta" in choice for choice in choices
+    )
 
 
 def joined(chunks: Sequence[Data]) -> dict[str, Any]:
@@ -59,11 +61,11 @@ def _is_next(first: Any, entry: Any) -> bool:
 
 
 def _extended(before: dict[str, Any], choice: Data) -> dict[str, Any]:
-    given = dict(choice)
-    delta = given.pop("delta", None)
+    added = dict(choice)
+    delta = added.pop("delta", None)
     if delta is not None:
-        given["message"] = delta
-    return _sum(before, given)
+        added["message"] = delta
+    return _sum(before, added)
 
 
 def _sum(before: Any, after: Any) -> Any:

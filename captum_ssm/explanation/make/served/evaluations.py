@@ -45,8 +45,10 @@ def _inspect_log(log: Data) -> Iterator[Any]:
 def _inspect_sample(sample: Data) -> Iterator[Any]:
     # Graders are models, too: the evaluated one is that whose output the sample has.
     model = (sample.get("output") or {}).get("model")
-    calls = [one for one in sample["events"] if one.get("event") == "model"]
-    calls = [one for one in calls if one["output"].get("model") == model and not one.get("error")]
+    calls = [event for event in sample["events"] if event.get("event") == "model"]
+    calls = [
+        event for event in calls if event["output"].get("model") == model and not event.get("error")
+    ]
     scores = {f"score_{k}": v.get("value") for k, v in (sample.get("scores") or {}).items()}
     for k, call in enumerate(calls):
         try:
@@ -69,8 +71,10 @@ def _conversation(call: Data) -> list[dict[str, str]]:
             "the call offers the model tools, which a chat template may write in several ways; "
             "expected a record of the prompt's ids."
         )
-    said = [{"role": one["role"], "content": _text(one["content"])} for one in call["input"]]
-    if not said or any(STORED in one["content"] for one in said):
+    said = [
+        {"role": message["role"], "content": _text(message["content"])} for message in call["input"]
+    ]
+    if not said or any(STORED in message["content"] for message in said):
         raise InputError(
             "the call's messages are stored elsewhere in the file; expected a log that was read by "
             "inspect_ai.log.read_eval_log(path, resolve_attachments=True), or its path."
@@ -86,9 +90,9 @@ def _choice(choice: Data) -> dict[str, Any]:
 
 def _text(content: Any) -> str:
     parts = [content] if isinstance(content, str) else content
-    texts = [one if isinstance(one, str) else one.get("text") for one in parts]
+    texts = [part if isinstance(part, str) else part.get("text") for part in parts]
     if None in texts:
-        kinds = ", ".join(str(one.get("type")) for one in parts if not isinstance(one, str))
+        kinds = ", ".join(str(part.get("type")) for part in parts if not isinstance(part, str))
         raise InputError(f"a message is made of parts ({kinds}); expected text alone.")
     return "".join(texts)
 
@@ -97,9 +101,9 @@ def _text(content: Any) -> str:
 
 
 def _lm_eval(sample: Data) -> Iterator[Any]:
-    given = sample["arguments"]
-    own = {k: v for k, v in sample.items() if k not in HASHES}
-    for k, (call, found) in enumerate(zip(_values(given), sample["resps"], strict=True)):
+    arguments = sample["arguments"]
+    fields = {k: v for k, v in sample.items() if k not in HASHES}
+    for k, (call, responses) in enumerate(zip(_values(arguments), sample["resps"], strict=True)):
         context, *rest = _values(call)
         if not rest:
             yield InputError(
@@ -117,10 +121,12 @@ def _lm_eval(sample: Data) -> Iterator[Any]:
             )
         request = {**(rest[0] if is_written else {}), "prompt": context}
         outputs = [
-            {"index": i, "text": one} if is_written else {"index": k, **_scored(rest[0], one)}
-            for i, one in enumerate(found)
+            {"index": i, "text": response}
+            if is_written
+            else {"index": k, **_scored(rest[0], response)}
+            for i, response in enumerate(responses)
         ]
-        yield {**own, "object": LM_EVAL, "request": request, "outputs": outputs}
+        yield {**fields, "object": LM_EVAL, "request": request, "outputs": outputs}
 
 
 def _scored(continuation: str, response: Sequence[Any]) -> dict[str, Any]:

@@ -75,9 +75,9 @@ def replay(
     explainer = Explainer(model, tokenizer, **options)
     records = read_records(record)
     rows = []
-    for k, one in enumerate(records):
+    for k, answer in enumerate(records):
         with numbered(k, len(records), "records"):
-            rows.append(served_row(one, vocabulary, bound, temperature, against))
+            rows.append(served_row(answer, vocabulary, bound, temperature, against))
     examples = []
     for k, outcome in enumerate(explainer(rows)):
         with numbered(k, len(records), "records"):

@@ -30,10 +30,10 @@ def _lines(path: Path) -> Iterator[Any]:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8").removeprefix(STREAM).strip()
-                found = _listed(json.loads(text)) if text not in ("", DONE) else []
+                entries = _listed(json.loads(text)) if text not in ("", DONE) else []
             except ValueError as error:
-                found = [ValueError(f"{path}, line {number} is not JSON: {error}")]
-            yield from found
+                entries = [ValueError(f"{path}, line {number} is not JSON: {error}")]
+            yield from entries
 
 
 def _json(path: Path) -> Iterator[Any]:
@@ -65,7 +65,9 @@ def with_requests(records: Iterable[Any], requests: Iterable[Any]) -> Iterator[A
 
     A record without a request is an error.
     """
-    asked = {one.get("custom_id"): one for one in requests if isinstance(one, Mapping)}
+    asked = {
+        request.get("custom_id"): request for request in requests if isinstance(request, Mapping)
+    }
     for record in records:
         name = record.get("custom_id") if isinstance(record, Mapping) else None
         if isinstance(record, Exception):

@@ -110,11 +110,11 @@ def read_records(given: Any) -> list[ServedRecord]:
     groups = list(grouped(chain.from_iterable(map(each_record, entries))))
     if not groups:
         raise InputError("the list of records is empty; expected at least one.")
-    found = []
+    answers = []
     for k, group in enumerate(groups):
         with numbered(k, len(groups), "records"):
-            found += _answers(whole(group))
-    return found
+            answers += _answers(whole(group))
+    return answers
 
 
 def each_answer(entries: Iterable[Any]) -> Iterator[ServedRecord | Exception]:
@@ -154,7 +154,10 @@ def _answers(entry: Any) -> list[ServedRecord]:
     response, request = _response(entry), _request(entry)
     if "outputs" in response:
         outputs = response["outputs"] or ()
-        return [_told(_offline(response, one, request), response, entry, one) for one in outputs]
+        return [
+            _told(_offline(response, output, request), response, entry, output)
+            for output in outputs
+        ]
     choices = response.get("choices")
     if not choices:
         failed = response.get("error") or entry.get("error")
@@ -162,9 +165,11 @@ def _answers(entry: Any) -> list[ServedRecord]:
         raise InputError(
             f"the record {why}; expected 'choices' (OpenAI, vLLM's server) or 'outputs' (vLLM)."
         )
-    found = [_told(_choice(response, one, request), response, entry, one) for one in choices]
-    _require_whole(found, response)
-    return found
+    records = [
+        _told(_choice(response, choice, request), response, entry, choice) for choice in choices
+    ]
+    _require_whole(records, response)
+    return records
 
 
 def _response(entry: Data) -> Data:
@@ -212,19 +217,19 @@ def _offline(response: Data, output: Data, request: Data) -> ServedRecord:
     ids, rows = output.get("token_ids") or [], output.get("logprobs")
     _require_as_many("token_ids", len(ids), "logprobs", rows)
     tokens = tuple(
-        ServedToken(one, *_entry(row, one))
-        for one, row in zip(ids, rows or [None] * len(ids), strict=True)
+        ServedToken(token_id, *_entry(row, token_id))
+        for token_id, row in zip(ids, rows or [None] * len(ids), strict=True)
     )
     record = _record("vLLM", response, request, tokens, output.get("text"))
     return _with_total(record, output.get("cumulative_logprob"))
 
 
-def _entry(row: Any, one: int) -> tuple[str | None, None, float | None]:
+def _entry(row: Any, token_id: int) -> tuple[str | None, None, float | None]:
     # What a dict from ids, as numbers or as texts, tells of one of them.
-    found = {int(key): value for key, value in (row or {}).items()}.get(one)
-    if isinstance(found, Mapping):
-        return found.get("decoded_token"), None, _number(found.get("logprob"))
-    return None, None, _number(found)
+    entry = {int(key): value for key, value in (row or {}).items()}.get(token_id)
+    if isinstance(entry, Mapping):
+        return entry.get("decoded_token"), None, _number(entry.get("logprob"))
+    return None, None, _number(entry)
 
 
 # Choices of a server.
@@ -236,9 +241,11 @@ def _choice(response: Data, choice: Data, request: Data) -> ServedRecord:
     read = _chat_tokens if is_chat else _completion_tokens
     tokens, ids = read(logprobs), choice.get("token_ids")
     text = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
-    own = {key: choice[key] for key in ("prompt_token_ids", "prompt_logprobs") if choice.get(key)}
+    prompt = {
+        key: choice[key] for key in ("prompt_token_ids", "prompt_logprobs") if choice.get(key)
+    }
     name = "chat completion" if is_chat else "completion"
-    record = _record(name, {**response, **own}, request, tokens, text)
+    record = _record(name, {**response, **prompt}, request, tokens, text)
     if not is_chat and tokens:
         record = _without_echo(record, logprobs)
     return _with_ids(record, ids)
@@ -246,8 +253,8 @@ def _choice(response: Data, choice: Data, request: Data) -> ServedRecord:
 
 def _chat_tokens(logprobs: Data) -> tuple[ServedToken, ...]:
     return tuple(
-        _token(one.get("token"), one.get("logprob"), one.get("bytes"))
-        for one in logprobs.get("content") or ()
+        _token(entry.get("token"), entry.get("logprob"), entry.get("bytes"))
+        for entry in logprobs.get("content") or ()
     )
 
 
@@ -261,7 +268,7 @@ def _token(text: Any, logprob: Any, data: Any = None) -> ServedToken:
     written = str(text)
     if written.startswith(ID):
         return ServedToken(int(written.removeprefix(ID)), logprob=_number(logprob))
-    is_bytes = data is not None and all(0 <= one < 256 for one in data)
+    is_bytes = data is not None and all(0 <= byte < 256 for byte in data)
     return ServedToken(None, text, bytes(data) if is_bytes else None, _number(logprob))
 
 
@@ -271,7 +278,7 @@ def _with_ids(record: ServedRecord, ids: Any) -> ServedRecord:
     tokens = record.answer or tuple(ServedToken() for _ in ids)
     _require_as_many("token_ids", len(ids), "logprobs", tokens)
     pairs = zip(tokens, ids, strict=True)
-    return replace(record, answer=tuple(replace(token, id=one) for token, one in pairs))
+    return replace(record, answer=tuple(replace(token, id=token_id) for token, token_id in pairs))
 
 
 def _without_echo(record: ServedRecord, logprobs: Data) -> ServedRecord:
@@ -302,14 +309,14 @@ def _record(
     prompt = request.get("prompt", response.get("prompt"))
     ids = response.get("prompt_token_ids")
     if isinstance(prompt, list):
-        several = [one for one in prompt if not isinstance(one, int)]
+        several = [entry for entry in prompt if not isinstance(entry, int)]
         if len(several) > 1:
             raise InputError(
                 f"the request has {len(several)} prompts; expected one per record, so that each "
                 "answer has its own."
             )
-        given = several[0] if several else prompt
-        prompt, ids = (given, ids) if isinstance(given, str) else (None, ids or given)
+        single = several[0] if several else prompt
+        prompt, ids = (single, ids) if isinstance(single, str) else (None, ids or single)
     messages = request.get("messages")
     if prompt is None and not ids and not messages:
         raise InputError(
@@ -318,8 +325,8 @@ def _record(
             "[...]}, 'response': {...}}."
         )
     values = tuple(
-        None if not row else _entry(row, one)[2]
-        for one, row in zip(ids or (), response.get("prompt_logprobs") or (), strict=False)
+        None if not row else _entry(row, token_id)[2]
+        for token_id, row in zip(ids or (), response.get("prompt_logprobs") or (), strict=False)
     )
     usage = response.get("usage") or {}
     return ServedRecord(
@@ -349,12 +356,12 @@ def _require_as_many(name: str, count: int, other: str, values: Any) -> None:
         )
 
 
-def _require_whole(found: list[ServedRecord], response: Data) -> None:
+def _require_whole(records: list[ServedRecord], response: Data) -> None:
     # Servers may count a last token that they do not report, such as the end of the text.
     counted = (response.get("usage") or {}).get("completion_tokens")
-    if len(found) != 1 or counted is None or not found[0].answer:
+    if len(records) != 1 or counted is None or not records[0].answer:
         return
-    count = len(found[0].answer)
+    count = len(records[0].answer)
     if count < counted - 1:
         raise InputError(
             f"the record holds {count} tokens of the answer, and the server counted {counted}, so "

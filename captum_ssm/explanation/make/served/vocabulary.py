@@ -45,26 +45,26 @@ class Vocabulary:
         if all(token.id is not None for token in tokens):
             return [self._checked(token, k) for k, token in enumerate(tokens)]
         text = text or ""
-        own = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
-        found: list[int] = []
+        encoded = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        ids: list[int] = []
         at = 0
         for k, token in enumerate(tokens):
             known = self._candidates(token, k)
-            pieces = {one: self._piece(found, one) for one in known[:MOST]}
-            ends = {one: _end(text, at, piece) for one, piece in pieces.items()}
-            if own[:k] == found and own[k : k + 1] and own[k] in known:
-                one = own[k]
+            pieces = {token_id: self._piece(ids, token_id) for token_id in known[:MOST]}
+            ends = {token_id: _end(text, at, piece) for token_id, piece in pieces.items()}
+            if encoded[:k] == ids and encoded[k : k + 1] and encoded[k] in known:
+                token_id = encoded[k]
             else:
-                one = _only(known, own, ends, token, k)
-            found.append(one)
-            at = ends.get(one) or at
-        self._check_spelled(found, text)
-        return found
+                token_id = _only(known, encoded, ends, token, k)
+            ids.append(token_id)
+            at = ends.get(token_id) or at
+        self._check_spelled(ids, text)
+        return ids
 
-    def _check_spelled(self, found: Sequence[int], text: str) -> None:
+    def _check_spelled(self, ids: Sequence[int], text: str) -> None:
         # Texts may be cut where they stop. Some logs have the likeliest tokens, and not the drawn.
-        spelled = str(self.tokenizer.decode(found, skip_special_tokens=True)).rstrip(LOST)
-        ours, theirs = ("".join(one.split()) for one in (spelled, text))
+        spelled = str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip(LOST)
+        ours, theirs = ("".join(spelling.split()) for spelling in (spelled, text))
         if not (ours.startswith(theirs) or theirs.startswith(ours)):
             raise InputError(
                 f"the recorded tokens spell {spelled!r}, and the answer is {text!r}; expected the "
@@ -83,26 +83,26 @@ class Vocabulary:
             )
         return known
 
-    def _piece(self, before: Sequence[int], one: int) -> str:
+    def _piece(self, before: Sequence[int], token_id: int) -> str:
         # What a token adds to the text of those before it.
-        if one in self.special:
+        if token_id in self.special:
             return ""
         context = list(before[-CONTEXT:])
         start = self.tokenizer.decode(context).rstrip(LOST) if context else ""
-        return str(self.tokenizer.decode([*context, one])).rstrip(LOST)[len(start) :]
+        return str(self.tokenizer.decode([*context, token_id])).rstrip(LOST)[len(start) :]
 
     def _checked(self, token: ServedToken, k: int) -> int:
         # An id whose text was recorded as well has to be that of the tokenizer.
         assert token.id is not None
         if token.text is None:
             return token.id
-        own = str(self.tokenizer.decode([token.id]))
+        decoded = str(self.tokenizer.decode([token.id]))
         name = str(self.tokenizer.convert_ids_to_tokens(token.id))
         recorded = token.text.strip()
-        if LOST not in own + recorded and recorded not in (own.strip(), name.strip(), ""):
+        if LOST not in decoded + recorded and recorded not in (decoded.strip(), name.strip(), ""):
             raise InputError(
                 f"token {k} of the answer is {told(token)}, and the tokenizer's id {token.id} is "
-                f"{own!r}, {OTHER}; pass the served model's own."
+                f"{decoded!r}, {OTHER}; pass the served model's own."
             )
         return token.id
 
@@ -110,13 +110,15 @@ class Vocabulary:
     def _tables(self) -> list[dict[Any, list[int]]]:
         # The ids of tokens by their bytes, their texts and their names.
         ids = list(range(len(self.tokenizer)))
-        texts = [str(text) for text in self.tokenizer.batch_decode([[one] for one in ids])]
+        texts = [
+            str(text) for text in self.tokenizer.batch_decode([[token_id] for token_id in ids])
+        ]
         names = self.tokenizer.convert_ids_to_tokens(ids)
         tables: list[dict[Any, list[int]]] = []
         for keys in (map(_bytes, texts, names), texts, names):
             tables.append({})
-            for one, key in enumerate(keys):
-                tables[-1].setdefault(key, []).append(one)
+            for token_id, key in enumerate(keys):
+                tables[-1].setdefault(key, []).append(token_id)
         return tables
 
 
@@ -140,15 +142,15 @@ def _end(text: str, at: int, piece: str) -> int | None:
 
 def _only(
     known: Sequence[int],
-    own: Sequence[int],
+    encoded: Sequence[int],
     ends: Mapping[int, int | None],
     token: ServedToken,
     k: int,
 ) -> int:
     # The one of several tokens that continues the text.
     fits = list(known)
-    for kept in ([one for one in known if ends.get(one) is not None], [*own]):
-        fits = [one for one in fits if one in kept] or fits
+    for kept in ([token_id for token_id in known if ends.get(token_id) is not None], [*encoded]):
+        fits = [token_id for token_id in fits if token_id in kept] or fits
     if len(fits) > 1:
         raise InputError(
             f"token {k} of the answer is {told(token)}, which may be any of the ids "
