@@ -34,7 +34,7 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
         InputError: for a name that is close to one that is read.
     """
     parameters = inspect.signature(type(model).forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [name for name in names if name not in parameters]
     if not unknown or not takes_any:
         return  # Python itself raises for a name that is not taken
@@ -78,13 +78,13 @@ def _listed(forward: Any, name: str) -> Iterator[str]:
         annotation = get_type_hints(forward).get(name)
     except Exception:  # an annotation names what is not imported
         return
-    for one in get_args(annotation):
-        yield from getattr(one, "__annotations__", {})
+    for typed_dict in get_args(annotation):
+        yield from getattr(typed_dict, "__annotations__", {})
 
 
 def _texts(code: CodeType) -> Iterator[str]:
-    for one in code.co_consts:
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, CodeType):
-            yield from _texts(one)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)

@@ -43,12 +43,14 @@ IGNORED = (
 SLACK = 10.0
 
 
-def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+def _norms(rebuilt: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     # For each token (B, L), the norm of the error, and that of the larger of both: a token for
     # which one of them is zero is off by all of itself.
     # A mixer of images may return (B, H, W, E).
-    expected = expected.to(found.dtype).reshape(found.shape)
-    error, a, b = (torch.linalg.vector_norm(x, dim=2) for x in (found - expected, found, expected))
+    expected = expected.to(rebuilt.dtype).reshape(rebuilt.shape)
+    error, a, b = (
+        torch.linalg.vector_norm(x, dim=2) for x in (rebuilt - expected, rebuilt, expected)
+    )
     return error, torch.maximum(a, b)
 
 
@@ -95,15 +97,15 @@ class Rebuilt:
         gated = mixer.gated_output(mixed)
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
-        own = None if call is None else call.projected(mixer.out_weight)
-        if own is None or own.shape != gated.shape:
+        projected = None if call is None else call.projected(mixer.out_weight)
+        if projected is None or projected.shape != gated.shape:
             output = mixer.projected(gated)
             off = None if call is None or is_quantized(call.module) else _off_weight(mixer, gated)
             return cls(output, share, mixer.rounding, off=off, gated=gated)
         assert call is not None
         learn_projection(call.module, mixer)
-        output = mixer.projected(_Own.apply(gated, own))
-        return cls(output, share, mixer.rounding, (gated, own), gated=gated)
+        output = mixer.projected(_Own.apply(gated, projected))
+        return cls(output, share, mixer.rounding, (gated, projected), gated=gated)
 
 
 def _off_weight(mixer: FrozenMixer, gated: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -125,9 +127,9 @@ def _off_weight(mixer: FrozenMixer, gated: Tensor) -> tuple[Tensor, Tensor] | No
 class _Own(torch.autograd.Function):
     # A module's own values, with the gradient of ours.
     @staticmethod
-    def forward(ctx: Any, ours: Tensor, own: Tensor) -> Tensor:
+    def forward(ctx: Any, ours: Tensor, values: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return own.view_as(own)
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -191,12 +193,12 @@ class Deviation:
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
         """How far ``rebuilt`` is from the output of ``call``, and from what was projected to it."""
         _check_size(call, rebuilt.output)
-        found = [] if rebuilt.projected is None else [_norms(*rebuilt.projected)]
+        norms = [] if rebuilt.projected is None else [_norms(*rebuilt.projected)]
         if rebuilt.output is not call.output:
-            found.append(_norms(rebuilt.output, call.output))
+            norms.append(_norms(rebuilt.output, call.output))
         if rebuilt.off is not None:
-            found.append(rebuilt.off)
-        error, size = (torch.stack(one) for one in zip(*found, strict=True))
+            norms.append(rebuilt.off)
+        error, size = (torch.stack(column) for column in zip(*norms, strict=True))
         return cls(error, size, rebuilt.share, rebuilt.rounding)
 
     def errors(self, mask: Tensor | None, least: float = 0.0) -> Errors:
@@ -264,8 +266,8 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
     # An S6 recurrence grows with the cube of its tokens.
     scale = 30 / float(call.given_tokens().float().std().clamp(min=1e-12))
     is_half = call.output.dtype.itemsize == 2
-    found = _again(call, InWider(call.output.dtype) if is_half else nullcontext(), None, scale)
-    return max(found.whole, found.recurrence)
+    errors = _again(call, InWider(call.output.dtype) if is_half else nullcontext(), None, scale)
+    return max(errors.whole, errors.recurrence)
 
 
 def _warn_of_kernels(call: MixerCall, tolerances: Tolerances) -> None:
@@ -302,13 +304,13 @@ def _again(
     scale: float = 1.0,
 ) -> Errors:
     # The errors of a mixer that is run again, on its tokens times a factor.
-    tokens, given = call.given_tokens(), (call.args, without_caches(call.kwargs))
+    tokens, arguments = call.given_tokens(), (call.args, without_caches(call.kwargs))
     adapter = find_adapter(call.module)
     assert adapter is not None
     uncast = torch.autocast(tokens.device.type, enabled=False)
     with torch.no_grad(), uncast, copied(call.module), mode, weights_loaded(call.module):
         args, kwargs = map_tensors(
-            lambda x: x.detach() * scale if x is tokens else x.detach(), given
+            lambda x: x.detach() * scale if x is tokens else x.detach(), arguments
         )
         again = replace(call, args=args, kwargs=kwargs, linears=None, scans=None, past=None).run()
         deviation = Deviation.of(again, Rebuilt.of(adapter(again)))

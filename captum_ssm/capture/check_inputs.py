@@ -148,15 +148,15 @@ def _check_language(inputs: Tensor) -> None:
 
 def check_together(inputs: Sequence[Tensor], model: Any) -> None:
     """Raise unless several inputs fit each other, and none only looks like one."""
-    ids = [one for one in inputs if not one.is_floating_point()]
+    ids = [x for x in inputs if not x.is_floating_point()]
     if len(ids) > 1 and input_embeddings(unwrap(model)) is not None:
         raise ValueError(
             f"inputs is a tuple of {len(inputs)}, of which {len(ids)} hold integers; expected one "
             "tensor of ids. Other arguments of the model go into additional_forward_args."
         )
-    sizes = [one.shape[0] for one in inputs]
+    sizes = [x.shape[0] for x in inputs]
     if len(set(sizes)) != 1:
-        shapes = [tuple(one.shape) for one in inputs]
+        shapes = [tuple(x.shape) for x in inputs]
         raise InputError(
             f"inputs holds tensors of shapes {shapes}; expected at least one, and the same number "
             "of examples in each (their first axis)."
@@ -202,8 +202,8 @@ def ids_explained(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
     """
     table = input_embeddings(model)
     size = getattr(table, "num_embeddings", None)
-    ids = [one for one in inputs if not one.is_floating_point()]
-    if size is None or not any(bool(is_placeholder(one, size).any()) for one in ids):
+    ids = [x for x in inputs if not x.is_floating_point()]
+    if size is None or not any(bool(is_placeholder(x, size).any()) for x in ids):
         yield
         return
 
@@ -216,7 +216,7 @@ def ids_explained(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
 
 def takes_embeddings(names: Sequence[str], inputs: tuple[Tensor, ...]) -> bool:
     """Whether inputs are token embeddings for a language model, given its arguments' names."""
-    floats = [one.dim() == 3 and one.is_floating_point() for one in inputs]
+    floats = [x.dim() == 3 and x.is_floating_point() for x in inputs]
     return floats == [True] and "inputs_embeds" in names and names[0] != "inputs_embeds"
 
 

@@ -40,11 +40,11 @@ def entries_of(given: Tensor, ids: Tensor, rows: int | None = None) -> Tensor | 
             (of images, of sound), for which a model looks up what it likes. Default: None
     """
     if is_view(given, ids):
-        own, asked = _addresses(ids).flatten(), _addresses(given)
-        entry = torch.full((int(max(own.max(), asked.max())) + 1,), -1)
-        entry[own] = torch.arange(len(own))
-        found = entry[asked]
-        return None if bool((found < 0).any()) else found
+        addresses, asked = _addresses(ids).flatten(), _addresses(given)
+        entry = torch.full((int(max(addresses.max(), asked.max())) + 1,), -1)
+        entry[addresses] = torch.arange(len(addresses))
+        entries = entry[asked]
+        return None if bool((entries < 0).any()) else entries
     if given.shape != ids.shape:
         return None
     is_same = given.to(ids.device) == ids
@@ -65,17 +65,17 @@ def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
     They change where the inputs do. That is tried, in one more run, where a table was given what is
     neither an input nor counts upward, as positions do.
     """
-    ids = [one for one in request.inputs if not one.is_floating_point()]
-    own = input_embeddings(request.module)
+    ids = [x for x in request.inputs if not x.is_floating_point()]
+    input_table = input_embeddings(request.module)
     unknown = [
-        (name, table, given)
-        for name, table, given in tables
-        if all(entries_of(given, one, rows_of(table, own)) is None for one in ids)
-        and not _counts(given)
+        (name, table, looked_up)
+        for name, table, looked_up in tables
+        if all(entries_of(looked_up, tokens, rows_of(table, input_table)) is None for tokens in ids)
+        and not _counts(looked_up)
     ]
     others = _given_for(request, unknown) if ids and unknown else []
-    for (name, _, given), other in zip(unknown, others, strict=False):
-        if given.shape != other.shape or not torch.equal(given, other):
+    for (name, _, looked_up), other in zip(unknown, others, strict=False):
+        if looked_up.shape != other.shape or not torch.equal(looked_up, other):
             warnings.warn(
                 f"{name} is given ids that are computed from those of inputs. What it adds to a "
                 "token counts as that token's, whichever ids it was computed from; for MambaLRP "
@@ -84,9 +84,9 @@ def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
             )
 
 
-def _counts(given: Tensor) -> bool:
+def _counts(numbers: Tensor) -> bool:
     # Positions, segments: each number is the one before it, or the next one.
-    steps = given.diff(dim=-1) if given.dim() else given
+    steps = numbers.diff(dim=-1) if numbers.dim() else numbers
     return bool(((steps == 0) | (steps == 1)).all())
 
 
@@ -111,7 +111,7 @@ def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
 
 def _addresses(x: Tensor) -> Tensor:
     # The place of each entry in its storage.
-    found = torch.tensor(x.storage_offset())
+    addresses = torch.tensor(x.storage_offset())
     for size, stride in zip(x.shape, x.stride(), strict=True):
-        found = found[..., None] + stride * torch.arange(size)
-    return found
+        addresses = addresses[..., None] + stride * torch.arange(size)
+    return addresses

@@ -36,12 +36,12 @@ def check_relevance(relevance: Any, model: nn.Module) -> None:
     names = [n for n, x in weights if not (x.is_meta or _is_finite(x))]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        found = f"found such numbers in {', '.join(names[:3])}{more} of the model; expected finite"
-        found += " weights there: a weight that is not used in the output is still multiplied by 0"
+        reason = f"found such numbers in {', '.join(names[:3])}{more} of the model; expected finite"
+        reason += " weights there: a weight that is not used in the output is still multiplied by 0"
     else:
-        found = "all weights are finite, so numbers overflow on the way; run the model in a wider"
-        found += " dtype"
-    raise InputError(f"the relevance holds NaN or Inf: {found}.")
+        reason = "all weights are finite, so numbers overflow on the way; run the model in a wider"
+        reason += " dtype"
+    raise InputError(f"the relevance holds NaN or Inf: {reason}.")
 
 
 def _is_finite(x: Tensor) -> bool:

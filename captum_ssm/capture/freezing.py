@@ -92,35 +92,35 @@ def freeze(
     has_variables = any(map(request.has_variables, range(len(request.inputs))))
     through_mixers = through_mixers or has_variables
     plan = _Plan(request, position, target, gradients, through_mixers, also, wiring, substitution)
-    recording, found, made = reaching(request, plan.run)
-    if not plan.own_graph and find_unknown_mixers(request, between=found):
-        recording, found, made = plan.run()  # with those that were found
+    recording, mixer_wiring, made = reaching(request, plan.run)
+    if not plan.own_graph and find_unknown_mixers(request, between=mixer_wiring):
+        recording, mixer_wiring, made = plan.run()  # with those that were found
     mask = recording.mask
-    if found.rows is not None:
-        check_rows(recording, found.rows)
+    if mixer_wiring.rows is not None:
+        check_rows(recording, mixer_wiring.rows)
     live = recording if keep_graph and (recording.ports or not gradients) else None
     score = recording.score
     if score is not None:
         if not plan.own_graph:
             recording, score = plan.with_gradients(recording, score), score.detach()
-            found = recording.wiring or found
+            mixer_wiring = recording.wiring or mixer_wiring
         recording = detached(recording)
-    if wiring and not plan.own_graph and found.refused is None:
+    if wiring and not plan.own_graph and mixer_wiring.refused is None:
         is_read = query or gradients
-        check_honesty(request, found.structure, recording.operations, with_output=is_read)
+        check_honesty(request, mixer_wiring.structure, recording.operations, with_output=is_read)
     weights: list[Tensor] | None = None
     if query:
-        if found.refused is not None:
-            raise UnsupportedModelError(found.refused)
-        weights = query_weights(recording, found, position, target)
+        if mixer_wiring.refused is not None:
+            raise UnsupportedModelError(mixer_wiring.refused)
+        weights = query_weights(recording, mixer_wiring, position, target)
     _check_begun(recording, substitution)
     device, dtype = recording.device, recording.calls[0].dtype
     return FrozenModel(
         request,
-        _frozen_layers(recording, found, made, check),
+        _frozen_layers(recording, mixer_wiring, made, check),
         recording.shape,
         counted_tokens(recording),
-        found,
+        mixer_wiring,
         mask=None if mask is None else mask.to(dtype),
         query=None if weights is None else [w.to(device, dtype) for w in weights],
         score=score,

@@ -311,7 +311,7 @@ class FrozenModel:
     def is_chain(self) -> bool:
         """Whether all layers work on the same tokens in their order, one after the other."""
         orders = self.wiring.orders
-        in_place = all(any(orders[c] is None for c in one.calls) for one in self.wiring.steps)
+        in_place = all(any(orders[c] is None for c in step.calls) for step in self.wiring.steps)
         return in_place and self.wiring.is_chain
 
     def require_score(self) -> Tensor:
@@ -385,8 +385,8 @@ class FrozenModel:
         """The layer named by its index (negative from the end) or its path."""
         return self._layer(layer, f"layer is {layer!r}")
 
-    def _layer(self, name: int | str | None, given: str) -> FrozenCall:
-        return self.layers[mixer_index(name, [layer.name for layer in self.layers], given)]
+    def _layer(self, name: int | str | None, prefix: str) -> FrozenCall:
+        return self.layers[mixer_index(name, [layer.name for layer in self.layers], prefix)]
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class HeldRun:
 
     def moved(self, steps: Sequence[Tensor]) -> list[Tensor] | str:
         """The ends after steps of the starts; why they cannot be compared, in words."""
-        held = [one.detach() + step for one, step in zip(self.starts, steps, strict=True)]
+        held = [start.detach() + step for start, step in zip(self.starts, steps, strict=True)]
         try:
             again = HeldRun(self.request, self.copies, self.with_output, held, self.results)
         except OTHER_CHOICE as error:
@@ -90,7 +90,7 @@ class HeldRun:
 
     def is_repeated(self) -> bool:
         """Whether the same starts lead to the same ends again."""
-        again = self.moved([torch.zeros_like(one) for one in self.starts])
+        again = self.moved([torch.zeros_like(start) for start in self.starts])
         return not isinstance(again, str) and all(
             torch.equal(a, b) for a, (_, b) in zip(again, self.ends, strict=True)
         )
@@ -101,9 +101,9 @@ class HeldRun:
 
     def _start(self, value: Tensor) -> Tensor:
         k = len(self.starts)
-        found = self.held[k] if k < len(self.held) else value.detach().clone().requires_grad_()
-        self.starts.append(found)
-        return found.clone()  # a model may write into it
+        start = self.held[k] if k < len(self.held) else value.detach().clone().requires_grad_()
+        self.starts.append(start)
+        return start.clone()  # a model may write into it
 
     def _after_mixer(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         path = self._paths.get(module)
@@ -118,18 +118,18 @@ class HeldRun:
         return with_first(result, self._start(first_of(result)))
 
     def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
-        given, rows = next(tensors_in((args, kwargs))), rows_of(module, self._table)
+        looked_up, rows = next(tensors_in((args, kwargs))), rows_of(module, self._table)
         ids = [x for x in self.request.inputs if not x.is_floating_point()]
-        is_input = any(entries_of(given, one, rows) is not None for one in ids)
+        is_input = any(entries_of(looked_up, tokens, rows) is not None for tokens in ids)
         return self._start(result) if is_input else None
 
 
 def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # What a mixer returned in the first run; it runs itself where it was not called so often.
-    found = next(results, None)
-    if isinstance(found, Exception):
-        raise found
-    return forward(*args, **kwargs) if found is None else found
+    outcome = next(results, None)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return forward(*args, **kwargs) if outcome is None else outcome
 
 
 def _or_error(results: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -106,18 +106,18 @@ def check_honesty(
     known = known_of(request.module)
     # What is hidden may be gone from a graph that is made of less.
     is_known = structure == known.hidden_in if known.hidden else structure <= known.honest
-    found: Hidden | None = known.hidden
-    if not with_output and (found or not is_known):
-        found = _look_before_the_output(request, structure, operations)
+    hidden: Hidden | None = known.hidden
+    if not with_output and (hidden or not is_known):
+        hidden = _look_before_the_output(request, structure, operations)
     elif not is_known:
-        found = look_for_hidden(request, structure, operations)
-    if found is not None and found.is_wiring:
+        hidden = look_for_hidden(request, structure, operations)
+    if hidden is not None and hidden.is_wiring:
         raise UnsupportedModelError(
-            f"{found}, so that it cannot be told which row of a map is read where. Expected "
+            f"{hidden}, so that it cannot be told which row of a map is read where. Expected "
             "mixers that are connected by differentiable operations. The maps of single layers "
             "are right all the same (captum_ssm.hidden_attention)."
         )
-    _warn(found)
+    _warn(hidden)
 
 
 def warn_of_hidden(model: nn.Module) -> None:
@@ -125,11 +125,11 @@ def warn_of_hidden(model: nn.Module) -> None:
     _warn(known_of(model).hidden)
 
 
-def _warn(found: Hidden | None) -> None:
-    if found is not None:
+def _warn(hidden: Hidden | None) -> None:
+    if hidden is not None:
         warnings.warn(
-            f"{found}, so relevance may be missing, or lie on other tokens. It is right where only "
-            "coefficients are hidden, such as gates and norms.",
+            f"{hidden}, so relevance may be missing, or lie on other tokens. It is right where "
+            "only coefficients are hidden, such as gates and norms.",
             UserWarning,
             stacklevel=2,
         )
@@ -146,12 +146,12 @@ def look_for_hidden(
     known = known_of(request.module)
     if _is_of_inference(request):
         return None
-    known.hidden = found = _found(request, operations)
-    if found is None:
+    known.hidden = hidden = _found(request, operations)
+    if hidden is None:
         known.honest |= structure
     else:
         known.hidden_in = structure
-    return found
+    return hidden
 
 
 @repeated
@@ -161,9 +161,9 @@ def _look_before_the_output(
     known, place = known_of(request.module), ("before the output", structure)
     if place in known.honest or _is_of_inference(request):
         return None
-    found = _found(request, operations, with_output=False)
-    known.honest |= frozenset() if found else {place}
-    return found
+    hidden = _found(request, operations, with_output=False)
+    known.honest |= frozenset() if hidden else {place}
+    return hidden
 
 
 def _is_of_inference(request: Request) -> bool:
@@ -211,17 +211,17 @@ def _hidden(held: Callable[[], HeldRun]) -> Hidden | None:
             others = steps_of_others(run.starts, promise, generator)
             tried += [(steps, True) for steps in others]
         for steps, are_others in tried:
-            found = _from_others(run, promise, steps, choices=are_others)
-            if isinstance(found, Hidden) and found.is_wiring:
-                return found if run.is_repeated() else None
-            if isinstance(found, str):
-                reason = found
+            outcome = _from_others(run, promise, steps, choices=are_others)
+            if isinstance(outcome, Hidden) and outcome.is_wiring:
+                return outcome if run.is_repeated() else None
+            if isinstance(outcome, str):
+                reason = outcome
             else:
-                is_compared, unshown = True, unshown or found
+                is_compared, unshown = True, unshown or outcome
         small = _Small.of(run, promise) if is_compared else None
         if small is not None and small.misses(run):
-            found = _from_others(run, promise, several[-1])
-            more = found if isinstance(found, Hidden) else _unshown(run, promise, small)
+            outcome = _from_others(run, promise, several[-1])
+            more = outcome if isinstance(outcome, Hidden) else _unshown(run, promise, small)
             unshown = more or unshown
     if unshown is not None and run.is_repeated():
         return unshown
@@ -252,7 +252,9 @@ def _from_others(
     choice = None
     for k, ((name, change), depends) in enumerate(zip(moved, promise(steps), strict=True)):
         doubtful = (~depends & (change > least)).nonzero().tolist()
-        denied = [tuple(one) for one in doubtful if not promise.is_shown(k, tuple(one), steps)]
+        denied = [
+            tuple(index) for index in doubtful if not promise.is_shown(k, tuple(index), steps)
+        ]
         if denied:
             token = max(denied, key=lambda one: change[one])
             first, jump = _beginning(run, k, token, steps, float(change[token]))
@@ -278,9 +280,9 @@ def _beginning(
         after = run.moved([middle * step for step in steps])
         if isinstance(after, str):
             break  # it runs other parts there
-        found = float(_changes(before, after[end])[token])
-        if found > 0:
-            high, change = middle, found
+        moved = float(_changes(before, after[end])[token])
+        if moved > 0:
+            high, change = middle, moved
         else:
             low = middle
     size = float(before[token].nan_to_num(0.0, 0.0, 0.0).double().norm())

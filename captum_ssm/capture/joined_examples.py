@@ -21,9 +21,9 @@ def joins_examples(score: Tensor, ends: Sequence[Any], of_others: Sequence[Any])
     if not (score.requires_grad and ends):
         return False
     with torch.inference_mode(False), torch.enable_grad():  # also for a caller without gradients
-        found = torch.autograd.grad(score[0], list(ends), retain_graph=True, allow_unused=True)
-    pairs = zip(found, of_others, strict=True)
-    return any(bool(one[index].any()) for one, index in pairs if one is not None)
+        gradients = torch.autograd.grad(score[0], list(ends), retain_graph=True, allow_unused=True)
+    pairs = zip(gradients, of_others, strict=True)
+    return any(bool(gradient[index].any()) for gradient, index in pairs if gradient is not None)
 
 
 def warn_of_joined_examples() -> None:

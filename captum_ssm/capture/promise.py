@@ -40,18 +40,18 @@ class Promise:
     def along(self, steps: Sequence[Tensor]) -> list[Tensor]:
         """The derivatives of the ends along steps of the starts."""
         pairs = [
-            (one, step)
-            for one, step in zip(self.back, steps, strict=True)
-            if one is not None and one.requires_grad
+            (gradient, step)
+            for gradient, step in zip(self.back, steps, strict=True)
+            if gradient is not None and gradient.requires_grad
         ]
-        found: Sequence[Tensor] = self.duals  # zeros
+        changes: Sequence[Tensor] = self.duals  # zeros
         if pairs:
-            outputs, given = zip(*pairs, strict=True)
+            outputs, directions = zip(*pairs, strict=True)
             with suppress(RuntimeError), passing_nan():  # as above
-                found = torch.autograd.grad(
-                    outputs, self.duals, given, retain_graph=True, materialize_grads=True
+                changes = torch.autograd.grad(
+                    outputs, self.duals, directions, retain_graph=True, materialize_grads=True
                 )
-        return [change.detach() for change in found]
+        return [change.detach() for change in changes]
 
     def of(self, end: int, seed: Tensor, steps: Sequence[Tensor]) -> float:
         """What a backward pass from a seed at an end says of steps: their products, added up."""

@@ -80,15 +80,15 @@ def warn_of_randomness(
 def _states(model: nn.Module) -> list[Any]:
     # The states of the process's random generators, and of those that modules keep.
     numpy: Any = np.random.get_state()  # noqa: NPY002
-    found: list[Any] = [_bytes(torch.get_rng_state()), random.getstate()]
-    found.append((numpy[1].tobytes(), *numpy[2:]))
+    states: list[Any] = [_bytes(torch.get_rng_state()), random.getstate()]
+    states.append((numpy[1].tobytes(), *numpy[2:]))
     if torch.cuda.is_initialized():
-        found += [_bytes(state) for state in torch.cuda.get_rng_state_all()]
+        states += [_bytes(state) for state in torch.cuda.get_rng_state_all()]
     for module in model.modules():
         # isinstance() of a torch.Generator takes ten times as long.
         kept = [v for v in vars(module).values() if issubclass(type(v), _GENERATORS)]
-        found += map(_state, kept)
-    return found
+        states += map(_state, kept)
+    return states
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

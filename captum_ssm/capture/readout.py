@@ -109,16 +109,16 @@ class Readout(nn.Module):
         self.encoder = _encoder(directions, bias, _device_of(model))
         decoder = None if decoder is None else decoder.detach().to(_device_of(model))
         self.register_buffer("decoder", decoder)
-        given = [self.encoder.out_features] if isinstance(self.encoder, nn.Linear) else []
-        given += [] if decoder is None else [len(decoder)]
-        known = given if names is None else [*given, len(names)]
+        counts = [self.encoder.out_features] if isinstance(self.encoder, nn.Linear) else []
+        counts += [] if decoder is None else [len(decoder)]
+        known = counts if names is None else [*counts, len(names)]
         if len({*known}) > 1:
             raise ValueError(
                 f"directions, decoder and names are of {' and '.join(map(str, known))} features; "
                 "expected as many of each."
             )
         if names is None:
-            names = [f"feature {k}" for k in range(given[0])] if given else []
+            names = [f"feature {k}" for k in range(counts[0])] if counts else []
         self.names = [str(name) for name in names]
         self.config = _configuration(model, self.names)
         self.training = model.training
@@ -156,7 +156,7 @@ class Readout(nn.Module):
         if self.side == "state":  # which another module reads
             return {*after}
         inside = {*module.modules()}
-        return {one for one in after if one not in inside}
+        return {part for part in after if part not in inside}
 
     def encode(self, stream: Tensor) -> Tensor:
         """The features ``(B, L, F)`` of what the layer returns, ``(B, L, E)``, or of flat states.
@@ -171,14 +171,14 @@ class Readout(nn.Module):
             )
         if isinstance(self.encoder, nn.Linear):
             stream = stream.to(self.encoder.weight)
-        found = self.encoder(stream)
-        if not torch.is_tensor(found) or found.shape[:-1] != stream.shape[:-1]:
-            shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
+        features = self.encoder(stream)
+        if not torch.is_tensor(features) or features.shape[:-1] != stream.shape[:-1]:
+            shape = tuple(features.shape) if torch.is_tensor(features) else type(features).__name__
             raise InputError(
                 f"the readout of {self.layer} is {shape} for {tuple(stream.shape)}; expected one "
                 "row of features per token."
             )
-        return found
+        return features
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The features ``(B, L, F)`` of the tokens, for the arguments of the model.
@@ -193,10 +193,10 @@ class Readout(nn.Module):
                 "cannot end; expected directions (F, D, N) or (F, H, K, P). Call "
                 "RelevanceFlow(model).features(..., readout=readout)."
             )
-        found: list[Any] = []
+        calls: list[Any] = []
 
         def read(module: nn.Module, *call: Any) -> None:
-            found.append(call)
+            calls.append(call)
             raise _Read
 
         when: dict[str, Any] = {"before" if self.side == "state" else "after": read}
@@ -205,11 +205,11 @@ class Readout(nn.Module):
                 self.model(*args, **kwargs)
         except _Read:
             if self.side == "state":
-                given, named = found[0]
-                features = self.state(*given, **named)
+                positional, named = calls[0]
+                features = self.state(*positional, **named)
                 bias = getattr(self.encoder, "bias", None)
                 return features if bias is None else features + bias.to(features)
-            return self.encode(stream_of(self.side, *found[0]))
+            return self.encode(stream_of(self.side, *calls[0]))
         raise InputError(
             f"the model did not run {self.layer}, or runs compiled; expected a layer that every "
             "run goes through, of an uncompiled model."
@@ -243,9 +243,9 @@ class _Function(nn.Module):
 def _path_of(model: nn.Module, layer: Any) -> str:
     paths = {path: module for path, module in model.named_modules() if path}
     if isinstance(layer, nn.Module):
-        found = [path for path, module in paths.items() if module is layer]
-        if found:
-            return found[0]
+        matches = [path for path, module in paths.items() if module is layer]
+        if matches:
+            return matches[0]
         raise ValueError(
             f"layer is a {type(layer).__name__} that is not a part of the model; expected one of "
             "its modules."

@@ -149,10 +149,10 @@ def _record_once(
         if may_fill(request) and (cuts is not None or substitute is not None):
             modules = copies.root.modules()
             stack.enter_context(watch_modules(modules, before=visits.fill))
-        output, found, root_visits = traced(points, request.model, copies, run, visits)
+        output, visited, root_visits = traced(points, request.model, copies, run, visits)
         visits.check_embedded()
         visits.check_kept()
-        calls, other = split_calls(request.model, visits.calls(found, points))
+        calls, other = split_calls(request.model, visits.calls(visited, points))
         other = [call for call in other if also is not None and also(call.module)]
         arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}
         recording = Recording(
@@ -169,8 +169,8 @@ def _record_once(
         if cuts is not None:
             recording = _with_wiring(recording, cuts, entry)
         tables = [
-            (points[module], original(module), next(tensors_in(given)))
-            for module, given, _ in found
+            (points[module], original(module), next(tensors_in(inputs)))
+            for module, inputs, _ in visited
             if is_table(module)
         ]
     warn_of_derived(request, tables)

@@ -159,12 +159,12 @@ class Recording:
         wanted = {order: edge for order, edge in edges.items() if edge is not None}
         ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
         keeps = self.wiring is not None and self.wiring.needs_graph
-        found = gradients_at(ends, target, retain_graph=keeps)
-        gradients = dict(zip(wanted, found, strict=False))
+        at_ends = gradients_at(ends, target, retain_graph=keeps)
+        gradients = dict(zip(wanted, at_ends, strict=False))
         if all(gradients.get(call.order) is None for call in self.calls):
             # A score may have a graph of its own: that of a head after a detached backbone.
             raise no_graph()
-        known = dict(zip(starts, found[len(wanted) :], strict=True))
+        known = dict(zip(starts, at_ends[len(wanted) :], strict=True))
         inputs = (replace(way, gradient=known[way]) if way in known else way for way in ways)
         return replace(
             self,
@@ -184,8 +184,8 @@ class Recording:
             return self
         reading, unruled = self._reading(target)
         keeps = bool(self.ports) or (self.wiring is not None and self.wiring.needs_graph)
-        found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
-        gradients = dict(zip((call.order for call in wanted), found, strict=True))
+        at_calls = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
+        gradients = dict(zip((call.order for call in wanted), at_calls, strict=True))
         others = _carrying(self.others, _or_zeros(wanted, gradients) | reading)
         return replace(self, others=others, unruled=unruled)
 
@@ -195,26 +195,26 @@ class Recording:
         # Norms and soft caps in between count as constants, as in MambaLRP. And the functions in
         # between that there is no rule for.
         root, last = Point.of(target, None), self.calls[-1].order
-        found: dict[int, Tensor | None] = {}
+        reading: dict[int, Tensor | None] = {}
         unruled: set[str] = set()
         for call in self.others:
-            given = next(tensors_in((call.args, call.kwargs)), None)
-            if call.order <= last or given is None:
+            tokens = next(tensors_in((call.args, call.kwargs)), None)
+            if call.order <= last or tokens is None:
                 continue
-            if not (given.requires_grad and call.output.requires_grad):
+            if not (tokens.requires_grad and call.output.requires_grad):
                 continue
             output = Point.of(call.output)
-            is_past = is_read_past(root, Point.of(given), output)
+            is_past = is_read_past(root, Point.of(tokens), output)
             if is_past or goes_through_activation(root.edge.node, output.edge.node):
-                found[call.order] = None
+                reading[call.order] = None
                 continue
             with ruled([root.edge.node], [output.edge.node]) as carries:
-                found[call.order] = None  # a probability
+                reading[call.order] = None  # a probability
                 if carries[root.edge.node]:
                     (gradient,) = gradients_at([call.output], target, retain_graph=True)
-                    found[call.order] = gradient
+                    reading[call.order] = gradient
                     unruled.update(without_rule(carries))
-        return found, frozenset(unruled)
+        return reading, frozenset(unruled)
 
 
 # Gradients at the calls' outputs are by the calls' order.
@@ -223,8 +223,8 @@ class Recording:
 def _or_zeros(
     calls: Sequence[MixerCall], gradients: Mapping[int, Tensor | None]
 ) -> dict[int, Tensor | None]:
-    found = {call.order: (call.output, gradients.get(call.order)) for call in calls}
-    return {k: torch.zeros_like(y) if g is None else g for k, (y, g) in found.items()}
+    pairs = {call.order: (call.output, gradients.get(call.order)) for call in calls}
+    return {k: torch.zeros_like(y) if g is None else g for k, (y, g) in pairs.items()}
 
 
 def _carrying(
@@ -245,12 +245,12 @@ def gradients_at(
     """The gradients of ``score`` (summed over the batch) at ``leaves``, not None for all."""
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             score.sum(), leaves, allow_unused=True, retain_graph=retain_graph
         )
-    if all(gradient is None for gradient in found):
+    if all(gradient is None for gradient in gradients):
         raise no_graph()
-    return list(found)
+    return list(gradients)
 
 
 def no_graph() -> ValueError:

@@ -80,11 +80,11 @@ class Request:
         extra = additional_forward_args
         if is_model(forward_func) and isinstance(extra, dict):
             check_names(unwrap(forward_func), extra)
-        given = inputs if is_tuple(inputs) else (inputs,)
-        if len(given) == 1:
-            one, extra = split_encoding(given[0], extra)
-            given = (one,)
-        tensors = tuple(usable(check_inputs(one, model)) for one in given)
+        parts = inputs if is_tuple(inputs) else (inputs,)
+        if len(parts) == 1:
+            only, extra = split_encoding(parts[0], extra)
+            parts = (only,)
+        tensors = tuple(usable(check_inputs(part, model)) for part in parts)
         check_together(tensors, model)
         positional, named = extra_arguments(forward_func, tensors, extra)
         return cls(
@@ -166,16 +166,16 @@ class Request:
             within (context manager, optional): what ``forward_func`` alone runs in. Default: None
         """
         inputs = self.inputs if inputs is None else inputs
-        own = replace(
+        request = replace(
             self,
             positional=tuple(map(_copied, self.positional)),
             named={name: _copied(value) for name, value in self.named.items()},
         )
         with one_run(self.module), ids_explained(self.module, inputs), within or nullcontext():
             if not is_model(self.forward_func):
-                return self.forward_func(*inputs, *own.positional, **own.named)
+                return self.forward_func(*inputs, *request.positional, **request.named)
             module = unwrap(self.forward_func)
-            args, kwargs = own._module_arguments(module, inputs)
+            args, kwargs = request._module_arguments(module, inputs)
             with masks_explained(module, kwargs):
                 return module(*args, **kwargs)
 

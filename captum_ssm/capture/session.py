@@ -132,11 +132,11 @@ def find_points(
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows.
     """
-    found = {module: path for path, module in outermost(model)}
-    mixers = {m: path for m, path in found.items() if find_adapter(m) is not None}
+    paths = {module: path for path, module in outermost(model)}
+    mixers = {m: path for m, path in paths.items() if find_adapter(m) is not None}
     if not mixers:
         raise _unsupported(model)
-    others = {m: path for m, path in found.items() if m not in mixers}
+    others = {m: path for m, path in paths.items() if m not in mixers}
     picked = {m: path for m, path in others.items() if also and also(original(m))}
     return mixers, picked
 
@@ -203,18 +203,18 @@ class _Looked:
     refused: list[Exception] = field(default_factory=list)
 
     def __call__(self, envoy: Envoy) -> None:
-        module, given = envoy._module, envoy.inputs
+        module, arguments = envoy._module, envoy.inputs
         with self._noting():
-            inputs = self.visits.enter(module, given)
-        if inputs is not given:
+            inputs = self.visits.enter(module, arguments)
+        if inputs is not arguments:
             envoy.inputs = inputs
-        found = envoy.output
-        if found is _RAISED:
+        result = envoy.output
+        if result is _RAISED:
             self.visits.abandon(module)
             return
         with self._noting():
-            value, passed = self.visits.leave(module, inputs, found)
-        if passed is not found:
+            value, passed = self.visits.leave(module, inputs, result)
+        if passed is not result:
             envoy.output = passed
         if value is not None:
             self.kept.append((module, inputs, value))

@@ -152,14 +152,14 @@ def shown(values: Tensor) -> str:
 
 
 def _integers(span: SpanTarget, name: str) -> Tensor:
-    given = getattr(span, name)
-    found = as_integers(given, torch.device("cpu"))
-    if found is None and isinstance(given, (list, tuple)) and not given:
-        found = torch.zeros(0, dtype=torch.long, device="cpu")
-    if found is None or found.dim() not in (1, 2):
-        raise TargetError(f"{name} of the span is {given!r}; expected integers (S,) or (B, S).")
-    object.__setattr__(span, name, found)
-    return found
+    value = getattr(span, name)
+    integers = as_integers(value, torch.device("cpu"))
+    if integers is None and isinstance(value, (list, tuple)) and not value:
+        integers = torch.zeros(0, dtype=torch.long, device="cpu")
+    if integers is None or integers.dim() not in (1, 2):
+        raise TargetError(f"{name} of the span is {value!r}; expected integers (S,) or (B, S).")
+    object.__setattr__(span, name, integers)
+    return integers
 
 
 def _of_batch(values: Tensor, batch: int) -> Tensor:

@@ -71,17 +71,19 @@ class StateModule(nn.Module):
             )
         with torch.no_grad():
             result = mixer.forward(*call.args, **without_caches(call.kwargs))
-        own = MixerCall.of(path, mixer, call.args, call.kwargs, result, channels=channels_of(mixer))
-        if past_before(own) is not None:
+        mixer_call = MixerCall.of(
+            path, mixer, call.args, call.kwargs, result, channels=channels_of(mixer)
+        )
+        if past_before(mixer_call) is not None:
             raise UnsupportedModelError(
                 f"{path} is called with a cache that is not empty; expected the whole text, for a "
                 "readout of its state."
             )
-        found = adapter(own)
+        frozen = adapter(mixer_call)
         with torch.no_grad():
-            deviation = Deviation.of(own, Rebuilt.of(found))
-            check_reconstruction(path, own, deviation, own.token_mask())
-        return found
+            deviation = Deviation.of(mixer_call, Rebuilt.of(frozen))
+            check_reconstruction(path, mixer_call, deviation, mixer_call.token_mask())
+        return frozen
 
 
 def freeze_state(call: MixerCall) -> FrozenMixer:

@@ -100,17 +100,17 @@ class FrozenStandIns:
         # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
         # model's own result, which nothing needs.
         # What the mixer's linear layers computed is not computed again.
-        given = replace(call, result=detached(call.result), linears=self._linears)
+        detached_call = replace(call, result=detached(call.result), linears=self._linears)
         is_kept = self._keeps(call)
         with without_autocast(), weights_loaded(call.module), torch.set_grad_enabled(is_kept):
-            mixer = frozen_by(adapter, given)
+            mixer = frozen_by(adapter, detached_call)
             if isinstance(mixer.recurrence, _SCANS):
                 self._of_scans.add(adapter)
             in_place = not (call.output.requires_grad and self.needs_graph(call.module))
             with torch.set_grad_enabled(is_kept and in_place):
-                rebuilt = self.rebuilt(mixer, given)
+                rebuilt = self.rebuilt(mixer, detached_call)
         self._linears.forget()  # a frozen mixer may hold its call
-        deviation = Deviation.of(given, rebuilt)
+        deviation = Deviation.of(detached_call, rebuilt)
         is_needed = self.keeps_mixers and is_kept
         self.made.append(FrozenDuringRun(detached(mixer) if is_needed else None, deviation))
         if not in_place:
@@ -178,20 +178,20 @@ class FrozenStandIns:
         # What a mixer returned, with its own graph in one node: what is measured between mixers
         # takes many backward passes, which would walk through it with nothing to carry.
         output = first_of(call.result)
-        given = {id(x): x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad}
-        if not output.requires_grad or not given:
+        inputs = {id(x): x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad}
+        if not output.requires_grad or not inputs:
             return call.result
         parameters = {id(p) for p in running(call.module).parameters()}
-        if not is_closed(output, list(given.values()), parameters):
+        if not is_closed(output, list(inputs.values()), parameters):
             return call.result
 
         def pull(gradient: Tensor) -> Any:
-            leaves = list(given.values())
+            leaves = list(inputs.values())
             return torch.autograd.grad(
                 output, leaves, gradient, retain_graph=True, allow_unused=True
             )
 
-        hidden = _Recomputed.apply(output.detach(), pull, *given.values())
+        hidden = _Recomputed.apply(output.detach(), pull, *inputs.values())
         return with_first(call.result, hidden)
 
     def _keeps(self, call: MixerCall) -> bool:
@@ -203,11 +203,11 @@ class FrozenStandIns:
 
     def _recomputed(self, call: MixerCall, adapter: Adapter) -> Tensor:
         # The mixer's own output, with a graph that is made in the backward pass.
-        given: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def collect(x: Tensor) -> Tensor:
-            if x.requires_grad and all(x is not one for one in given):
-                given.append(x)
+            if x.requires_grad and all(x is not other for other in inputs):
+                inputs.append(x)
             return x.detach()
 
         self._waiting += 1
@@ -217,10 +217,10 @@ class FrozenStandIns:
         call = replace(call, result=result)
         kept = [] if call.past is None else call.past.tensors
         map_tensors(collect, (call.args, call.kwargs, kept))
-        places = {id(x): k for k, x in enumerate(given)}
+        places = {id(x): k for k, x in enumerate(inputs)}
 
         def pull(gradient: Tensor) -> Sequence[Tensor | None]:
-            leaves = [x.detach().requires_grad_() for x in given]
+            leaves = [x.detach().requires_grad_() for x in inputs]
 
             def one(x: Tensor) -> Tensor:
                 return leaves[places[id(x)]] if id(x) in places else x
@@ -235,7 +235,7 @@ class FrozenStandIns:
             self._count()
             return self.pulled(output, leaves, shaped)
 
-        return _Recomputed.apply(value, pull, *given)
+        return _Recomputed.apply(value, pull, *inputs)
 
     def _count(self) -> None:
         if self._bar is None:
@@ -248,15 +248,15 @@ class FrozenStandIns:
 class _Recomputed(torch.autograd.Function):
     # Values, whose gradients are computed by a function of the gradient after them.
     @staticmethod
-    def forward(ctx: Any, value: Tensor, pull: Callable[..., Any], *given: Tensor) -> Tensor:
-        ctx.pull, ctx.count = pull, len(given)
+    def forward(ctx: Any, value: Tensor, pull: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        ctx.pull, ctx.count = pull, len(inputs)
         ctx.set_materialize_grads(False)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        found = [None] * ctx.count if gradient is None else ctx.pull(gradient)
-        return None, None, *found
+        gradients = [None] * ctx.count if gradient is None else ctx.pull(gradient)
+        return None, None, *gradients
 
 
 @contextmanager

@@ -78,8 +78,8 @@ def query_weights(
     """
     # Where no score is taken, a target says which token is asked for in any output per token.
     position = _split_target(recording, target, position, recording.score is None)[1]
-    found = [weights for weights in wiring.readout if weights is not None]
-    is_measured = len(found) == len(wiring.readout)
+    measured = [weights for weights in wiring.readout if weights is not None]
+    is_measured = len(measured) == len(wiring.readout)
     per_token = _is_tokens(recording)
     is_asked = per_token and (recording.is_language or not is_measured)
     if position is not None or is_asked:
@@ -90,7 +90,7 @@ def query_weights(
             f"position is None, and it was not found at which tokens the output of shape {shape} "
             "reads what the mixers returned; pass position=, the token whose row is explained."
         )
-    return found
+    return measured
 
 
 def check_rows(recording: Recording, rows: Tensor) -> None:
@@ -201,9 +201,9 @@ def names_entry(recording: Recording, target: Any, position: Any) -> bool:
     named = target if isinstance(target, list) else [target]
     if recording.score is not None or position is not None:
         return False
-    if not named or not all(isinstance(one, tuple) for one in named):
+    if not named or not all(isinstance(entry, tuple) for entry in named):
         return False
-    is_row = _is_tokens(recording) and all(len(one) == 2 for one in named)
+    is_row = _is_tokens(recording) and all(len(entry) == 2 for entry in named)
     return extract_logits(recording.output).dim() > 2 and not is_row
 
 
@@ -246,10 +246,10 @@ def _split_target(
     return tokens, torch.tensor(places)
 
 
-def _check_count(given: int, batch: int) -> None:
-    if given != batch:
+def _check_count(count: int, batch: int) -> None:
+    if count != batch:
         raise TargetError(
-            f"target has {given} entries for a batch of {batch}; expected one per example, or an "
+            f"target has {count} entries for a batch of {batch}; expected one per example, or an "
             "int for all."
         )
 
@@ -301,10 +301,10 @@ def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
 def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tensor:
     # The score of the other target, at the target's token unless it names one of its own.
     answer, place = _split_target(recording, asked.target, position)
-    foil, own = _split_target(recording, asked.foil, None)
-    own = place if own is None else own
-    score = read_score(recording, foil, own)
-    if _is_any_same(answer, foil) and _is_any_same(place, own):
+    foil, foil_position = _split_target(recording, asked.foil, None)
+    foil_position = place if foil_position is None else foil_position
+    score = read_score(recording, foil, foil_position)
+    if _is_any_same(answer, foil) and _is_any_same(place, foil_position):
         raise TargetError(
             f"against is the target in an example: {asked.foil!r} and {asked.target!r}; expected "
             "another answer."
@@ -312,13 +312,13 @@ def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tenso
     return score
 
 
-def _is_any_same(one: Any, other: Any) -> bool:
+def _is_any_same(first: Any, other: Any) -> bool:
     # Whether two targets, or two positions, are the same in any example.
-    if one is None or other is None:
-        return one is other
-    if isinstance(one, tuple) or isinstance(other, tuple):  # indices of one entry
-        return bool(one == other)
-    left, right = (as_integers(x, torch.device("cpu")) for x in (one, other))
+    if first is None or other is None:
+        return first is other
+    if isinstance(first, tuple) or isinstance(other, tuple):  # indices of one entry
+        return bool(first == other)
+    left, right = (as_integers(x, torch.device("cpu")) for x in (first, other))
     if left is None or right is None:
         return False
     same = left == right

@@ -24,7 +24,7 @@ def steps_of_some(starts: Sequence[Tensor], generator: torch.Generator) -> list[
     axes = [*map(_axis, starts)]
     sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
     chosen = {n: [*islice(halves(n, generator), _STEPS)] for n in sizes}
-    found = []
+    all_steps = []
     for k in range(max(map(len, chosen.values()), default=0)):
         steps = []
         for x, axis in zip(starts, axes, strict=True):
@@ -33,8 +33,8 @@ def steps_of_some(starts: Sequence[Tensor], generator: torch.Generator) -> list[
             shape[axis] = -1
             step = _noise(x, generator)
             steps.append(step * sets[k % len(sets)].to(x.device).view(shape))
-        found.append(steps)
-    return found
+        all_steps.append(steps)
+    return all_steps
 
 
 def steps_of_others(
@@ -45,18 +45,22 @@ def steps_of_others(
     Where an output is read off one token, half of the others may not move what that token is
     compared with.
     """
-    reads = [one.movedim(_axis(one), 1)[..., None].flatten(2).any(-1) for one in promise.reads(-1)]
+    reads = [
+        read.movedim(_axis(read), 1)[..., None].flatten(2).any(-1) for read in promise.reads(-1)
+    ]
     others = []
     for x in starts:
-        alike = [one.to(x.device) for one in reads if one.shape == (x.shape[0], x.shape[_axis(x)])]
+        alike = [
+            read.to(x.device) for read in reads if read.shape == (x.shape[0], x.shape[_axis(x)])
+        ]
         shape = [1] * x.dim()
         shape[0], shape[_axis(x)] = alike[0].shape
         others.append(~torch.stack(alike).any(0).view(shape))
-    if any(bool(one.any()) for one in others):
+    if any(bool(mask.any()) for mask in others):
         pairs = [*zip(starts, others, strict=True)]
-        steps = [_LONG / STEP * _noise(x, generator) * one for x, one in pairs]
+        steps = [_LONG / STEP * _noise(x, generator) * mask for x, mask in pairs]
         yield from (steps, [-step for step in steps])
-        yield [-x.detach() * one for x, one in pairs]
+        yield [-x.detach() * mask for x, mask in pairs]
 
 
 def _axis(x: Tensor) -> int:

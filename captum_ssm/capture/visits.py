@@ -102,11 +102,11 @@ class Visits:
             self.pasts[module] = past_before(call)  # before the mixer writes into its cache
             if self.cuts is None:
                 return inputs
-            given = self.cuts.enter(tokens)
+            entered = self.cuts.enter(tokens)
 
             def one(value: Any) -> Any:
                 if value is tokens:
-                    return given
+                    return entered
                 return value if self.whole or not torch.is_tensor(value) else value.detach()
 
             args = tuple(map(one, call.args))
@@ -205,15 +205,15 @@ class Visits:
         with self.operations.paused():
             return self._filled((args, kwargs))
 
-    def _filled(self, given: Any) -> Any:
-        found = self.filled.among(given)
-        if found is None:
+    def _filled(self, inputs: Any) -> Any:
+        filled = self.filled.among(inputs)
+        if filled is None:
             return None
-        tokens, is_filled = found
+        tokens, is_filled = filled
         with torch.enable_grad():
             started = self._started(tokens.detach(), is_filled)
             begun = torch.where(is_filled[..., None], started, tokens)
-        return map_tensors(lambda x: begun if x is tokens else x, given)
+        return map_tensors(lambda x: begun if x is tokens else x, inputs)
 
     def _started(self, tokens: Tensor, is_filled: Tensor) -> Tensor:
         if self.substitute is not None:
@@ -226,17 +226,19 @@ class Visits:
             tokens = tokens.masked_scatter(is_filled[..., None], begun)
         return tokens
 
-    def _embedded(self, module: nn.Module, given: Tensor, value: Any) -> Any:
+    def _embedded(self, module: nn.Module, looked_up: Tensor, value: Any) -> Any:
         assert self.cuts is not None
-        self.embedded.append(given)
-        for k, one in self.ids.items():
-            entries = entries_of(given, one, rows_of(module, self.table))
+        self.embedded.append(looked_up)
+        for k, ids in self.ids.items():
+            entries = entries_of(looked_up, ids, rows_of(module, self.table))
             if entries is not None:
-                return self.cuts.embed(k, one, entries, value, self.width)
+                return self.cuts.embed(k, ids, entries, value, self.width)
         return value
 
 
-def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool) -> None:
+def _check_embedded(
+    embedded: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool
+) -> None:
     # Known is, for each id, whether a table was given it. Of several inputs all have to be found,
     # as nothing else tells whose the tokens are.
     if known is None and not is_alone:
@@ -249,9 +251,9 @@ def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_a
                 "of them, such as columns. Pass what is no ids in additional_forward_args."
             )
         return
-    for one in given:
-        if one.shape == ids.shape and torch.equal(
-            one.sort(-1).values.to(ids.device), ids.sort(-1).values
+    for looked_up in embedded:
+        if looked_up.shape == ids.shape and torch.equal(
+            looked_up.sort(-1).values.to(ids.device), ids.sort(-1).values
         ):
             raise UnsupportedModelError(
                 "the model embeds the ids of inputs in another order than that of inputs, so its "
