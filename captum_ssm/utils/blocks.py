@@ -54,8 +54,8 @@ class _Block(ContextDecorator, AbstractContextManager[V], Generic[V]):
         traceback: TracebackType | None,
     ) -> bool | None:
         blocks = _OPEN.get()
-        own = weakref.ref(self)
-        before = blocks[: blocks.index(own)] if own in blocks else blocks
+        block = weakref.ref(self)
+        before = blocks[: blocks.index(block)] if block in blocks else blocks
         if kind is not None:
             for inner in reversed(blocks[len(before) + 1 :]):
                 if (left := inner()) is not None:

@@ -81,12 +81,12 @@ class Clones:
         Raises:
             UnsupportedModelError: for one whose values could not be kept.
         """
-        written = [one.tensor for one in self._shared if one.is_written]
+        written = [shared.tensor for shared in self._shared if shared.is_written]
         _WRITTEN.update({id(x): x for x in written})
-        lost = [one.tensor for one in self._shared if not one.put_back()]
+        lost = [shared.tensor for shared in self._shared if not shared.put_back()]
         # A frame in the traceback of an error may hold these.
-        for one in self._shared:
-            one.kept, one.alias = None, one.tensor
+        for shared in self._shared:
+            shared.kept, shared.alias = None, shared.tensor
         self._shared.clear()
         self._kept.clear()
         if lost:

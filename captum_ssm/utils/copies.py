@@ -142,8 +142,8 @@ class Copies:
         try:
             return self._value(value)
         except Exception:  # any that an object raises when it is asked for its parts
-            for one in self._held[before:]:
-                del self._memo[id(one)]
+            for held in self._held[before:]:
+                del self._memo[id(held)]
             del self._held[before:]
             return value
         finally:
@@ -173,20 +173,20 @@ class Copies:
     def _module(self, module: nn.Module) -> nn.Module:
         made = self._put(module, object.__new__(type(module)))
         self.modules.append(module)
-        own = made.__dict__
-        own[_MARK] = _Mark(original(module), self)
+        attributes = made.__dict__
+        attributes[_MARK] = _Mark(original(module), self)
         if not hasattr(type(module), "__deepcopy__"):
-            own["__deepcopy__"] = functools.partial(_deepcopied, made, module)
+            attributes["__deepcopy__"] = functools.partial(_deepcopied, made, module)
         for name, value in [*module.__dict__.items()]:
             # A compiled forward is that of the user's module, and copies run without a compiler.
             if name in (*_OWN, "_compiled_call_impl"):
                 continue
             if name in _OF_GRADIENTS:  # may change them, and listeners wait for the user's own
-                own[name] = type(value)()
+                attributes[name] = type(value)()
             elif name.endswith("_hooks") and isinstance(value, dict):
-                own[name] = self._container(value, self._hook) if value else type(value)()
+                attributes[name] = self._container(value, self._hook) if value else type(value)()
             else:
-                own[name] = self._attribute(value)
+                attributes[name] = self._attribute(value)
         for cls in type(module).__mro__:
             slots = cls.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
@@ -200,22 +200,22 @@ class Copies:
             return types.MethodType(hook.__func__, self._value(hook.__self__))
         return hook
 
-    def _container(self, value: Any, one: Callable[[Any], Any]) -> Any:
+    def _container(self, value: Any, copy_of: Callable[[Any], Any]) -> Any:
         known, kind = self._memo.get(id(value)), type(value)
         if known is not None or len(value) > _MANY:
             return value if known is None else known
         is_dict = isinstance(value, dict)
         is_atomic = (not is_dict or _are_atomic(value.values())) and _are_atomic(value)
         if kind in (tuple, frozenset):
-            return self._put(value, value if is_atomic else kind([one(item) for item in value]))
+            return self._put(value, value if is_atomic else kind([copy_of(item) for item in value]))
         made = self._put(value, value.copy())
         if is_atomic:
             return made
-        items = [*value.items()] if is_dict else [one(item) for item in value]
+        items = [*value.items()] if is_dict else [copy_of(item) for item in value]
         made.clear()
         if is_dict:
             for key, item in items:
-                made[one(key)] = one(item)
+                made[copy_of(key)] = copy_of(item)
         else:
             made.update(items) if kind is set else made.extend(items)
         return made
@@ -224,9 +224,9 @@ class Copies:
         self._left -= 1
         if self._left == 0:
             raise _Uncopyable
-        own = getattr(type(value), "__deepcopy__", None)
-        if own is not None:
-            return self._put(value, own(value, self._memo))
+        deepcopy = getattr(type(value), "__deepcopy__", None)
+        if deepcopy is not None:
+            return self._put(value, deepcopy(value, self._memo))
         parts = value.__reduce_ex__(4)
         if isinstance(parts, str):
             return value
@@ -238,11 +238,11 @@ def _deepcopied(made: nn.Module, users: nn.Module, memo: dict[int, Any]) -> nn.M
     # What copy.deepcopy() makes of a copy while a model runs: a module of its own. Of what is hung
     # into the copy, which would run or tell of the copy itself, it has only the user's: a forward
     # that is a method of the user's module, as VMamba's, is one of the module that is made.
-    found = memo[id(made)] = memo[id(users)] = object.__new__(type(made))
+    module = memo[id(made)] = memo[id(users)] = object.__new__(type(made))
     kept = {k: v for k, v in made.__dict__.items() if k not in _OWN and not _is_hung(k)}
     hung = {k: v for k, v in users.__dict__.items() if _is_hung(k)}
-    found.__dict__.update(copy.deepcopy({**kept, **hung}, memo))
-    return found
+    module.__dict__.update(copy.deepcopy({**kept, **hung}, memo))
+    return module
 
 
 def _is_hung(name: str) -> bool:
@@ -324,8 +324,8 @@ def _class_attributes(models: Iterable[nn.Module]) -> Callable[[], None]:
     # What puts the attributes of the modules' own classes back.
     kinds = {type(module) for model in models for module in model.modules()}
     classes = {cls for kind in kinds for cls in kind.__mro__}
-    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in _NOT_WRITTEN]
-    before = {cls: dict(vars(cls)) for cls in own}
+    writable = [cls for cls in classes if cls.__module__.partition(".")[0] not in _NOT_WRITTEN]
+    before = {cls: dict(vars(cls)) for cls in writable}
 
     def put_back() -> None:
         for cls, attributes in before.items():

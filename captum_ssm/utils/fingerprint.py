@@ -53,4 +53,4 @@ def _numbers(module: nn.Module) -> Iterator[Any]:
     for part in module.modules():
         for value in vars(part).values():
             values = value.values() if type(value) is dict else (value,)
-            yield from (one for one in values if type(one) in _NUMBERS)
+            yield from (number for number in values if type(number) in _NUMBERS)

@@ -33,9 +33,9 @@ def index_in(value: Any, count: int) -> int | None:
 
 def pair_of(value: Any) -> tuple[int, int] | None:
     """Two integers of Python, numpy or torch as ints; None for anything else."""
-    found = [as_index(one) for one in value] if isinstance(value, Sequence) else []
-    pair = [one for one in found if one is not None]
-    return (pair[0], pair[1]) if len(pair) == len(found) == 2 else None
+    indices = [as_index(x) for x in value] if isinstance(value, Sequence) else []
+    pair = [index for index in indices if index is not None]
+    return (pair[0], pair[1]) if len(pair) == len(indices) == 2 else None
 
 
 def count_of(name: str, value: Any, least: int, or_none: bool = False) -> Any:
@@ -55,11 +55,13 @@ def count_of(name: str, value: Any, least: int, or_none: bool = False) -> Any:
 def as_integers(value: Any, device: torch.device) -> Tensor | None:
     """Integers of Python, numpy or torch as an int64 tensor; None for anything else."""
     try:
-        found = torch.as_tensor(value, device=device)
+        tensor = torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError):
         return None
-    is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
-    return found.long() if is_integer else None
+    is_integer = not (
+        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    )
+    return tensor.long() if is_integer else None
 
 
 def from_start(index: Tensor, count: int, told: str) -> Tensor:

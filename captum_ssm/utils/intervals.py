@@ -66,10 +66,10 @@ def moderated_halves(
     """
     from scipy import stats
 
-    own = counts - 1.0
-    if not own.sum() > 0:
+    freedom = counts - 1.0
+    if not freedom.sum() > 0:
         return np.full(len(counts), np.inf)
     shape = np.ones(len(counts)) if trend is None else trend
-    common = shape * (own * variances).sum() / max((own * shape).sum(), 1e-300)
-    posterior = (own * variances + prior * common) / (own + prior)
-    return stats.t.ppf(0.975, own + prior) * np.sqrt(posterior / counts)
+    common = shape * (freedom * variances).sum() / max((freedom * shape).sum(), 1e-300)
+    posterior = (freedom * variances + prior * common) / (freedom + prior)
+    return stats.t.ppf(0.975, freedom + prior) * np.sqrt(posterior / counts)

@@ -58,7 +58,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
     if limit is None:
         yield
         return
-    own = {memory(t) for t in (*model.parameters(), *model.buffers())}
+    of_model = {memory(t) for t in (*model.parameters(), *model.buffers())}
     saved: Counter[int] = Counter()  # how often a storage is kept
     total = 0
 
@@ -79,7 +79,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
             total -= 0 if saved[self.storage] else self.tensor.untyped_storage().nbytes()
 
     def keep(tensor: torch.Tensor, save: Save) -> Callable[[], torch.Tensor]:
-        if memory(tensor) in own:
+        if memory(tensor) in of_model:
             return save(tensor)
         kept = Kept(tensor.detach(), save(tensor))
         if total > limit:

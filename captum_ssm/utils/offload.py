@@ -123,10 +123,10 @@ class _WatchedHook:
         self._inside = [part for part in module.modules() if part in loaded.away]
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = self._own.pre_forward(module, *args, **kwargs)
+        arguments = self._own.pre_forward(module, *args, **kwargs)
         for part in self._inside:
             self._loaded.note(part, module)
-        return found
+        return arguments
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -134,8 +134,8 @@ class _WatchedHook:
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     # Its own, not those of the modules inside.
-    own = {**module._parameters, **module._buffers}
-    return {name: value for name, value in own.items() if value is not None}
+    tensors = {**module._parameters, **module._buffers}
+    return {name: value for name, value in tensors.items() if value is not None}
 
 
 def _memory(x: Tensor) -> tuple[torch.device, int]:

@@ -25,10 +25,10 @@ def products_dtype(device: torch.device) -> torch.dtype:
     """
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     # Asking for the one setting is an error once that of a backend was changed.
-    found = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
-    if found is None:  # before PyTorch 2.9
-        found = torch.get_float32_matmul_precision()
-    return _DTYPES.get(found, torch.float32)
+    setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if setting is None:  # before PyTorch 2.9
+        setting = torch.get_float32_matmul_precision()
+    return _DTYPES.get(setting, torch.float32)
 
 
 def kernels_dtype(device: torch.device) -> torch.dtype:

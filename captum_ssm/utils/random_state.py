@@ -18,13 +18,13 @@ def random_state_kept() -> Iterator[None]:
 
     Those of all GPUs are among them, as a model may be spread over several.
     """
-    own, host = random.getstate(), torch.get_rng_state()
+    python, host = random.getstate(), torch.get_rng_state()
     numpy = np.random.get_state()  # noqa: NPY002
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back() -> None:
         torch.set_rng_state(host)
-        random.setstate(own)
+        random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         if devices:
             torch.cuda.set_rng_state_all(devices)

@@ -15,7 +15,7 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     """As :func:`inspect.signature`, which is asked once for each plain function."""
     if not isinstance(function, FunctionType):
         return inspect.signature(function)
-    found = _KNOWN.get(function)
-    if found is None:
-        found = _KNOWN[function] = inspect.signature(function)
-    return found
+    known = _KNOWN.get(function)
+    if known is None:
+        known = _KNOWN[function] = inspect.signature(function)
+    return known
