@@ -38,5 +38,5 @@ def sum_between(x: Tensor, example: Tensor, target: Tensor, source: Tensor) -> T
 def in_tiles(at: Callable[..., Tensor], size: int, *index: Tensor) -> Tensor:
     """``at(*index)`` of indices ``(E,)``, which takes ``size`` numbers each, a few at a time."""
     step = max(1, tile_entries(1 << 24) // size)
-    parts = zip(*(one.split(step) for one in index), strict=True)
+    parts = zip(*(entries.split(step) for entries in index), strict=True)
     return torch.cat([at(*part) for part in parts])

@@ -50,7 +50,7 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
     several = rows.shape[1] if rows.dim() == 2 else 1
     part: dict[str, Callable[[Any], Any]] = {
         "operator": lambda x: part_of(x, rows, start, stop),
-        "operators": lambda x: tuple(part_of(one, rows, start, stop) for one in x),
+        "operators": lambda x: tuple(part_of(inner, rows, start, stop) for inner in x),
         "B": lambda x: len(rows),
         "D": lambda x: x[maps].repeat(several, *[1] * (x.dim() - 1)),
         "BLD": lambda x: examples(x, rows, maps),

@@ -50,16 +50,16 @@ def top_entries(operator: Any, k: int, by: str = "size", *, between: bool = Fals
         raise ValueError(f"k is {k}; expected at least 1 entry.")
     B, L, D, _ = operator.sizes
     others = L * (L - 1) // 2 if operator.is_causal else L * (L - 1)
-    found = _Largest(operator, min(k, others if between else others + L), by, between)
+    largest = _Largest(operator, min(k, others if between else others + L), by, between)
     rows = max(1, min(MOST_ROWS, tile_entries(1 << 24) // max(1, B * L)))
     bounds = [tile.amax(1) for tile in operator.row_bounds().split(rows, 1)]  # (B,) each
     for at in sorted(range(len(bounds)), key=lambda t: float(bounds[t].max()), reverse=True):
-        if found.may_gain(bounds[at]):
+        if largest.may_gain(bounds[at]):
             start, stop = at * rows, min(L, (at + 1) * rows)
-            found.take(start, operator.row_tile(start, stop) * D)
+            largest.take(start, operator.row_tile(start, stop) * D)
     ones = torch.ones(B, L, D, dtype=operator.dtype, device=operator.device)
-    total = operator.matvec(ones).double().sum((1, 2)) - found.values.double().sum(1)
-    return TopEntries(found.values, *found.places, total.to(operator.dtype))
+    total = operator.matvec(ones).double().sum((1, 2)) - largest.values.double().sum(1)
+    return TopEntries(largest.values, *largest.places, total.to(operator.dtype))
 
 
 class _Largest:
