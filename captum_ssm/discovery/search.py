@@ -237,7 +237,7 @@ def _around_scans(
     scans: list[tuple[list[_Visit], Callable[..., Any], int]], trials: _Trials
 ) -> dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]]:
     # The mixers around scans: how each is measured, and the functions of its scans.
-    found: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
+    mixers: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
     mixer_of: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     # Products with a matrix, which anything may compute, after all scans.
     for stack, function, length in sorted(scans, key=lambda scan: is_product(scan[1])):
@@ -247,15 +247,15 @@ def _around_scans(
         if inner not in mixer_of:
             mixer_of[inner], trial = trials.around(stack, length if weak else None)
             if (mixer := mixer_of[inner]) is not None:
-                known = found.get(mixer, (trial, set()))[1]
-                found[mixer] = trial, known | trial.products
+                known = mixers.get(mixer, (trial, set()))[1]
+                mixers[mixer] = trial, known | trial.products
             else:
                 miss = "which is in no module of as many tokens that can be measured"
                 miss = miss if weak else f"a scan, {_no_tokens(stack[-1])}"
                 known_of(inner).miss = f"calls {function.__qualname__}, {miss}"
         if (mixer := mixer_of[inner]) is not None and not weak:
-            found[mixer][1].add(function)
-    return found
+            mixers[mixer][1].add(function)
+    return mixers
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -300,8 +300,8 @@ class _Trials:
                 break
             elif trial.is_partly:
                 partly = visit, trial
-        if (found := best or partly) is not None:
-            return found[0].module, found[1]
+        if (chosen := best or partly) is not None:
+            return chosen[0].module, chosen[1]
         if length is not None:
             return None, _Trial()
         takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
