@@ -104,10 +104,10 @@ def _is_read(kept: StateOperator, reader: StateOperator, values: Tensor) -> bool
     if kept.state_shape != reader.state_shape:
         return False
     weights = torch.linspace(1, 2, kept.state_shape[1])
-    state, found = (one.reading(weights).matvec(values) for one in (kept, reader))
+    state, read = (operator.reading(weights).matvec(values) for operator in (kept, reader))
     if isinstance(reader, DiagonalOperator) and reader.conv is not None:
         state = causal_conv(state, reader.conv)
-    return bool((found - state).norm() <= 1e-3 * state.norm())
+    return bool((read - state).norm() <= 1e-3 * state.norm())
 
 
 def state_reader(mixer: FrozenMixer, directions: Tensor) -> FrozenMixer:

@@ -185,7 +185,7 @@ def _past_in(layer: Any, *, is_attention: bool) -> Past | None:
     has = getattr(layer, "has_previous_state", None)
     if not isinstance(has, dict) or not any(has.values()):
         return None
-    tails = [layer.conv_states[k].mT.detach().clone() for k, one in has.items() if one]
+    tails = [layer.conv_states[k].mT.detach().clone() for k, filled in has.items() if filled]
     state = layer.recurrent_states.get(0) if layer.is_recurrent_states_initialized.get(0) else None
     return Past(tuple(tails), None if state is None else state.detach().clone(), is_cached=True)
 

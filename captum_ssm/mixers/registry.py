@@ -338,8 +338,8 @@ def past_before(call: MixerCall) -> Past | None:
         UnsupportedModelError: for a filled cache of transformers 4.
     """
     read = getattr(find_adapter(call.module), "past_of", past_of)
-    found: Past | None = read(call.module, call.arguments, call.given_tokens())
-    return found
+    past: Past | None = read(call.module, call.arguments, call.given_tokens())
+    return past
 
 
 def frozen_by(adapter: Freeze, call: MixerCall) -> FrozenMixer:

@@ -115,8 +115,8 @@ def _record(call: MixerCall) -> dict[str, Any]:
     module.config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
     if call.past is not None and call.past.state is not None:
-        given = (name for name, x in call.kwargs.items() if hasattr(x, "update"))
-        kwargs |= dict.fromkeys(given, _Cached(call.past))
+        cache_names = (name for name, x in call.kwargs.items() if hasattr(x, "update"))
+        kwargs |= dict.fromkeys(cache_names, _Cached(call.past))
     # The class's forward: the instance's own may be wrapped, to record the module.
     with bound(_RECORDING, seen), _KeepDirect():
         type(module).forward(module, *call.args, **kwargs)

@@ -88,7 +88,7 @@ def _frozen(
     """
     weight = None if norm.weight is None else call.parameter(norm.weight)
     offset = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
-    own = None
+    bonus_of_mean = None
     if bonus is not None:
         bonus = bonus.repeat_interleave(conv.output.shape[-1] // bonus.shape[-1], -1)
     if type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False):
@@ -96,12 +96,12 @@ def _frozen(
         mean = mean_of_groups(conv.output, groups)
         conv = ShortConv(conv.output - mean)
         if bonus is not None:  # of which the mean is not part of the map
-            own = bonus, mean.expand_as(bonus)
+            bonus_of_mean = bonus, mean.expand_as(bonus)
             offset = bonus * mean if offset is None else offset + bonus * mean
     if offset is not None and gate is not None:
         offset = offset * gate
-    if own is not None and gate is not None:
-        own = own[0] * gate, own[1]
+    if bonus_of_mean is not None and gate is not None:
+        bonus_of_mean = bonus_of_mean[0] * gate, bonus_of_mean[1]
     mixer = FrozenMixer(
         recurrence=recurrence,
         **conv.arguments,
@@ -110,7 +110,7 @@ def _frozen(
         gate=gate,
         gate_argument=gate_argument,
         offset=offset,
-        own=own,
+        own=bonus_of_mean,
         state=call.state(by_key),
     )
     return mixer.normed(lambda y: rms_factor(y, weight, eps or norm.eps, groups), bonus)
