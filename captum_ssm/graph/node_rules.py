@@ -101,12 +101,12 @@ def _mean(node: Node, centered: bool) -> Rule | None:
 
 def _scaled(shares: Mapping[int, float | None]) -> Rule:
     # The gradients at some inputs times a number, or dropped.
-    def one(gradient: Any, i: int) -> Any:
+    def scaled(gradient: Any, i: int) -> Any:
         if gradient is None or i not in shares:
             return gradient
         return None if shares[i] is None else gradient * shares[i]
 
-    return lambda inner, outer: tuple(one(gradient, i) for i, gradient in enumerate(inner))
+    return lambda inner, outer: tuple(scaled(gradient, i) for i, gradient in enumerate(inner))
 
 
 def _pulled(pull: Callable[[Tensor], Tensor]) -> Rule:

@@ -276,18 +276,18 @@ def _alike(
     graph: MixerGraph, i: int, lead: int, root: Point | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # Which token of each of two mixers reads a token of a third one, or is read by one of a root.
-    def found(reading: Point | None, leaf: Point) -> Pairs | None:
+    def read(reading: Point | None, leaf: Point) -> Pairs | None:
         if reading is None:
             return None
         return pairs(TokenWeights(reading, leaf, graph.batch), repeated=False)
 
     earlier = (graph.exits[k] for k in sorted(graph.direct[i] & graph.direct[lead]))
     for leaf in chain(earlier, _made_of_both(graph, i, lead)):
-        both = [found(graph.entries[j], leaf) for j in (i, lead)]
+        both = [read(graph.entries[j], leaf) for j in (i, lead)]
         mine, theirs = (None if paired is None else paired.reader for paired in both)
         if mine is not None and theirs is not None:
             yield mine, theirs
-    both = [found(root, graph.exits[j]) for j in (i, lead)]
+    both = [read(root, graph.exits[j]) for j in (i, lead)]
     mine, theirs = (
         None if paired is None or root is None else paired.source(root.tokens) for paired in both
     )

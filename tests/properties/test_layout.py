@@ -120,6 +120,22 @@ def test_retired_words_stay_retired():
             assert not {word, defined} & RETIRED, f"{name} uses {word or defined}"
 
 
+def test_values_are_named_by_what_they_hold():
+    """Words that say nothing name parameters of lambdas, and fields that users know, alone."""
+    words = {"found", "given", "one", "own"}
+    for name, tree in trees():
+        lambdas = (node for node in ast.walk(tree) if isinstance(node, ast.Lambda))
+        allowed = {argument for each in lambdas for argument in each.args.args}
+        classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        lines = (line for each in classes for line in each.body if isinstance(line, ast.AnnAssign))
+        fields = {line.target for line in lines}
+        for node in {*ast.walk(tree)} - fields:
+            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            is_argument = isinstance(node, ast.arg) and node not in allowed
+            word = node.id if is_stored else node.arg if is_argument else getattr(node, "name", "")
+            assert word not in words, f"{name}:{node.lineno} names a value {word}"
+
+
 def test_comments_and_docstrings_are_sentences_with_a_subject():
     # Each of these refers to something that the reader has not been told of yet.
     fragment = re.compile(
