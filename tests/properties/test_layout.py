@@ -132,7 +132,7 @@ def test_values_are_named_by_what_they_hold():
         for node in {*ast.walk(tree)} - fields:
             is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             is_argument = isinstance(node, ast.arg) and node not in allowed
-            word = node.id if is_stored else node.arg if is_argument else getattr(node, "name", "")
+            word = node.id if is_stored else node.arg if is_argument else ""
             assert word not in words, f"{name}:{node.lineno} names a value {word}"
 
 

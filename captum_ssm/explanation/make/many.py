@@ -18,7 +18,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.generate import Generation, parse_generation
-from captum_ssm.explanation.make.inputs.arrays import Given, Known, given
+from captum_ssm.explanation.make.inputs.arrays import Given, Known, inputs_for
 from captum_ssm.explanation.make.inputs.media import encoded
 from captum_ssm.explanation.make.inputs.parse_inputs import (
     is_tokenizer,
@@ -157,7 +157,7 @@ class Explainer:
 
     def _given(self, setup: Setup, arrays: Any) -> Given:
         norms = self.options["mean"], self.options["std"]
-        inputs = given(setup.model, arrays, _processor(setup), *norms, self._known)
+        inputs = inputs_for(setup.model, arrays, _processor(setup), *norms, self._known)
         if inputs.note:
             setup.note(inputs.note)
         return inputs.named(self.options["features"])

@@ -27,19 +27,19 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of ``explain`` that are not about one input: those that are given, and defaults.
 
     Raises:
         TypeError: for another one.
     """
-    for name in given:
+    for name in options:
         if name not in OPTIONS:
             raise TypeError(
                 f"there is no option {name!r}.{did_you_mean(name, OPTIONS)} Expected one of "
                 f"{', '.join(OPTIONS)}."
             )
-    return {**OPTIONS, **given}
+    return {**OPTIONS, **options}
 
 
 def parse_setup(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Setup:

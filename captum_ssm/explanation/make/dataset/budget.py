@@ -125,7 +125,7 @@ class _Single(BatchLimit):
     # One input at a time, of which the largest is kept.
     largest = 0
 
-    def most(self, one: OneInput, size: int) -> int:
+    def most(self, example: OneInput, size: int) -> int:
         self.largest = max(self.largest, size)
         return 1
 

@@ -34,7 +34,7 @@ ROLES = (*INPUTS, "question", "context", "text_pair", "attention_mask", *ASKED)
 class RowReader(Protocol):
     """What makes inputs of the rows of a data set."""
 
-    def row(self, given: Any) -> InputRow:
+    def row(self, entry: Any) -> InputRow:
         """What is explained of a row."""
 
     def keeps(self, column: str) -> bool:
@@ -58,22 +58,22 @@ class Columns:
 
     @classmethod
     def find(
-        cls, names: Sequence[str] | None, given: Mapping[str, str], shared: Mapping[str, Any]
+        cls, names: Sequence[str] | None, roles: Mapping[str, str], shared: Mapping[str, Any]
     ) -> Columns:
         """The columns of a data set of these names; ``names`` is None where rows have none.
 
         Raises:
             InputError: for a role or a column that there is not, and where no column holds inputs.
         """
-        _check(names, given)
+        _check(names, roles)
         if names is None:
             return cls({}, {}, shared)
         asked = {role: role for role in ASKED if role in names}
-        asked |= {role: column for role, column in given.items() if role in ASKED}
-        inputs = {role: column for role, column in given.items() if role not in ASKED}
+        asked |= {role: column for role, column in roles.items() if role in ASKED}
+        inputs = {role: column for role, column in roles.items() if role not in ASKED}
         return cls(inputs or _inputs(names), asked, shared)
 
-    def row(self, given: Any) -> InputRow:
+    def row(self, entry: Any) -> InputRow:
         """What is explained of a row.
 
         Raises:
@@ -81,15 +81,15 @@ class Columns:
             TypeError: for one of another type.
         """
         if not self.inputs:
-            return _row_of(given, dict(self.shared))
-        if not isinstance(given, Mapping):
-            raise TypeError(f"the row is a {type(given).__name__}; expected one with columns.")
-        asked = {role: present(given.get(column)) for role, column in self.asked.items()}
+            return _row_of(entry, dict(self.shared))
+        if not isinstance(entry, Mapping):
+            raise TypeError(f"the row is a {type(entry).__name__}; expected one with columns.")
+        asked = {role: present(entry.get(column)) for role, column in self.asked.items()}
         asked = {**self.shared, **{k: value for k, value in asked.items() if value is not None}}
         if isinstance(asked.get("span"), list):
             asked["span"] = tuple(asked["span"])
         read = {
-            role: _READ.get(role, _text)(_value(given, column), column)
+            role: _READ.get(role, _text)(_value(entry, column), column)
             for role, column in self.inputs.items()
         }
         if "messages" in read:

@@ -107,14 +107,14 @@ class ServedRows:
     vocabulary: Vocabulary
     against: Any
 
-    def row(self, given: Any) -> InputRow:
+    def row(self, entry: Any) -> InputRow:
         """The prompt and the answer of a row, and what was recorded of them.
 
         Raises:
             InputError, TypeError: for a record that the tokenizer does not reproduce.
         """
         how = self.log.bound, self.log.temperature, self.against
-        return served_row(given[RECORD], self.vocabulary, *how)
+        return served_row(entry[RECORD], self.vocabulary, *how)
 
     def keeps(self, column: str) -> bool:
         """Whether a column is kept with the explanation."""

@@ -121,12 +121,12 @@ class Forward:
         return self.last[1]
 
 
-def attempt(read: Callable[[Any], Any], given: Any) -> Any:
+def attempt(read: Callable[[Any], Any], row: Any) -> Any:
     """What a function makes of a row; the error where the row is one, or where it fails."""
-    if isinstance(given, Exception):
-        return given
+    if isinstance(row, Exception):
+        return row
     try:
-        return read(given)
+        return read(row)
     except Exception as error:
         return error
 

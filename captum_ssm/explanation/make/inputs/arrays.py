@@ -122,7 +122,7 @@ class Trial:
 Known = dict[Any, tuple[int, Trial]]
 
 
-def given(
+def inputs_for(
     model: nn.Module,
     inputs: Any,
     processor: Any = None,
@@ -155,7 +155,7 @@ def given(
         return replace(images, names=names) if all(names) else images
     several = _several(inputs)
     if several is not None:
-        return _joined([given(model, example, None, mean, std, known) for example in several])
+        return _joined([inputs_for(model, example, None, mean, std, known) for example in several])
     if is_picture(inputs):
         name, forms = pictures(inputs)
         images = _of_pixels(_chosen(model, forms, PICTURES, known), mean, std, is_raw=True)

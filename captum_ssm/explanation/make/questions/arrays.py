@@ -149,16 +149,16 @@ class ArrayQuestion:
         return {"image": shown(pixels, inputs.mean, inputs.std), "grid": grid}
 
 
-def array_questions(setup: Setup, found: Given, target: Any, against: Any) -> list[ArrayQuestion]:
+def array_questions(setup: Setup, inputs: Given, target: Any, against: Any) -> list[ArrayQuestion]:
     """What is asked about each input.
 
     Raises:
         ValueError: for targets that are not one per example.
     """
-    B = len(found.examples)
+    B = len(inputs.examples)
     targets, others = per_example("target", target, B), per_example("against", against, B)
     pairs = enumerate(zip(targets, others, strict=True))
-    return [ArrayQuestion(setup, found, k, a, b) for k, (a, b) in pairs]
+    return [ArrayQuestion(setup, inputs, k, a, b) for k, (a, b) in pairs]
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,10 @@ class BatchLimit:
         self._texts = [Room(TOKENS, float), *([] if memory is None else [memory])]
         self._arrays = [Room(ARRAYS, lambda size: 1.0), *self._texts[1:]]
 
-    def most(self, one: OneInput, size: int) -> int:
-        """How many inputs like ``one`` are computed together, of which the largest has a size."""
-        rooms = self._texts if one.is_text else self._arrays
-        return one.run.most(max(1, int(min(room.holds(size) for room in rooms))))
+    def most(self, example: OneInput, size: int) -> int:
+        """How many inputs like an example are computed together; ``size`` is the largest one's."""
+        rooms = self._texts if example.is_text else self._arrays
+        return example.run.most(max(1, int(min(room.holds(size) for room in rooms))))
 
     def was_exceeded(self, several: Sequence[OneInput]) -> None:
         """What was computed together took more memory than there is: keep to half of it."""

@@ -95,17 +95,17 @@ class ServedRecord:
         return {name: self.request[name] for name in SAMPLING if self.request.get(name) is not None}
 
 
-def read_records(given: Any) -> list[ServedRecord]:
+def read_records(records: Any) -> list[ServedRecord]:
     """Every answer in a record or a list of records, in their order.
 
     Args:
-        given (Any): a record, as a dict or as the object of vLLM or of the OpenAI client, the log
+        records (Any): a record, as a dict or as the object of vLLM or of the OpenAI client, the log
             of an evaluation, or a list of these, or of the chunks of a stream.
 
     Raises:
         InputError: for what is none of the known formats, and for a record that is cut off.
     """
-    entry = as_data(given)
+    entry = as_data(records)
     entries = entry if isinstance(entry, list) else [entry]
     groups = list(grouped(chain.from_iterable(map(each_record, entries))))
     if not groups:
