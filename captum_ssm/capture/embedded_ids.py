@@ -22,41 +22,41 @@ from captum_ssm.utils.watch_modules import watch_modules
 Given = tuple[str, nn.Module, Tensor]
 
 
-def rows_of(table: nn.Module, own: nn.Module | None) -> int | None:
+def rows_of(table: nn.Module, embedding: nn.Module | None) -> int | None:
     """How many ids a table embeds, if it is the model's own; None for others."""
-    return getattr(table, "num_embeddings", None) if table is own else None
+    return getattr(table, "num_embeddings", None) if table is embedding else None
 
 
-def entries_of(given: Tensor, ids: Tensor, rows: int | None = None) -> Tensor | None:
-    """The entries of ``ids``, counted from 0 in their flat order, that ``given`` holds.
+def entries_of(looked_up: Tensor, ids: Tensor, rows: int | None = None) -> Tensor | None:
+    """The entries of ``ids``, counted from 0 in their flat order, that ``looked_up`` holds.
 
     None if it holds others. A view of ids, such as one column of a table, is known by its memory;
     a copy only if it holds all of them.
 
     Args:
-        given (Tensor): what a table was given, of any shape.
+        looked_up (Tensor): what a table was given, of any shape.
         ids (Tensor): one of the model's inputs.
         rows (int, optional): how many ids the model's own table embeds. Others are placeholders
             (of images, of sound), for which a model looks up what it likes. Default: None
     """
-    if is_view(given, ids):
-        addresses, asked = _addresses(ids).flatten(), _addresses(given)
+    if is_view(looked_up, ids):
+        addresses, asked = _addresses(ids).flatten(), _addresses(looked_up)
         entry = torch.full((int(max(addresses.max(), asked.max())) + 1,), -1)
         entry[addresses] = torch.arange(len(addresses))
         entries = entry[asked]
         return None if bool((entries < 0).any()) else entries
-    if given.shape != ids.shape:
+    if looked_up.shape != ids.shape:
         return None
-    is_same = given.to(ids.device) == ids
+    is_same = looked_up.to(ids.device) == ids
     is_known = is_same if rows is None else is_same | is_placeholder(ids, rows)
     if not bool(is_same.any() and is_known.all()):
         return None
     return torch.arange(ids.numel()).view(ids.shape)
 
 
-def is_view(given: Tensor, ids: Tensor) -> bool:
+def is_view(tensor: Tensor, ids: Tensor) -> bool:
     """Whether two tensors share their memory."""
-    return given.dtype == ids.dtype and memory(given) == memory(ids)
+    return tensor.dtype == ids.dtype and memory(tensor) == memory(ids)
 
 
 def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:

@@ -50,7 +50,7 @@ class FilledTokens:
             # The tensor itself may be written into.
             self._shape, self._embeddings = embeddings.shape, get_gradient_edge(embeddings)
 
-    def among(self, given: Any) -> tuple[Tensor, Tensor] | None:
+    def among(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
         """The tokens ``(B, L, E)`` among what a module is given, and which are filled, ``(B, L)``.
 
         None where there are none, and after they were found.
@@ -58,7 +58,7 @@ class FilledTokens:
         embeddings = self._embeddings
         if embeddings is None:
             return None
-        for tokens in tensors_in(given):
+        for tokens in tensors_in(arguments):
             is_filled = self._filled(tokens, embeddings) if self._may_be(tokens) else None
             if is_filled is not None:
                 self._embeddings = None

@@ -82,13 +82,13 @@ def check_model(model: Any) -> Any:
     )
 
 
-def mixer_index(layer: Any, paths: Sequence[str], given: str) -> int:
+def mixer_index(layer: Any, paths: Sequence[str], told: str) -> int:
     """The index, from 0 on, of a mixer that is named by its path or its index.
 
     Args:
         layer (int or str): an index may be negative, from the end.
         paths (sequence of str): of the model's mixers.
-        given (str): what names it, for the error.
+        told (str): what names it, for the error.
 
     Raises:
         ValueError: for a mixer that is not there.
@@ -97,7 +97,7 @@ def mixer_index(layer: Any, paths: Sequence[str], given: str) -> int:
     index = paths.index(layer) if layer in paths else index_in(layer, count)
     if index is None:
         raise ValueError(
-            f"{given}; this model has {count} mixers: expected an index 0 .. {count - 1}, or a "
+            f"{told}; this model has {count} mixer{'s' * (count != 1)}: expected an index 0 .. {count - 1}, or a "
             f"path: {', '.join(paths)}."
         )
     return index

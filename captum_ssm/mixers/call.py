@@ -235,9 +235,9 @@ class LinearCalls:
         with watch_modules(filter(is_plain, module.children()), after=keep):
             yield
 
-    def add(self, layer: nn.Module | Tensor, given: Tensor, result: Tensor) -> None:
+    def add(self, layer: nn.Module | Tensor, inputs: Tensor, result: Tensor) -> None:
         """Keep what a layer returned; its weight alone says that it is a product with that."""
-        self._calls.append((layer, given, result, result._version))
+        self._calls.append((layer, inputs, result, result._version))
 
     def keep_only(self, tokens: Tensor, output: Tensor) -> None:
         """Let go of all calls, except those given as many tokens, and what ``output`` came of.

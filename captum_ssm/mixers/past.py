@@ -113,11 +113,11 @@ def by_key(state: Tensor) -> Tensor:
     return state.transpose(1, 2).flatten(2)
 
 
-def check_state(what: str, given: Tensor, expected: tuple[int, ...]) -> None:
+def check_state(what: str, state: Tensor, expected: tuple[int, ...]) -> None:
     """Raise unless what a cache holds has the expected shape."""
-    if tuple(given.shape) != expected:
+    if tuple(state.shape) != expected:
         raise InputError(
-            f"the cache holds {what} of shape {tuple(given.shape)}; expected {expected}. {STALE}"
+            f"the cache holds {what} of shape {tuple(state.shape)}; expected {expected}. {STALE}"
         )
 
 
