@@ -97,8 +97,8 @@ def mixer_index(layer: Any, paths: Sequence[str], told: str) -> int:
     index = paths.index(layer) if layer in paths else index_in(layer, count)
     if index is None:
         raise ValueError(
-            f"{told}; this model has {count} mixer{'s' * (count != 1)}: expected an index 0 .. {count - 1}, or a "
-            f"path: {', '.join(paths)}."
+            f"{told}; this model has {count} mixer{'s' * (count != 1)}: expected an index 0 .. "
+            f"{count - 1}, or a path: {', '.join(paths)}."
         )
     return index
 

@@ -222,10 +222,10 @@ class FrozenStandIns:
         def pull(gradient: Tensor) -> Sequence[Tensor | None]:
             leaves = [x.detach().requires_grad_() for x in inputs]
 
-            def one(x: Tensor) -> Tensor:
+            def leaf_of(x: Tensor) -> Tensor:
                 return leaves[places[id(x)]] if id(x) in places else x
 
-            args, kwargs, past = map_tensors(one, (call.args, call.kwargs, kept))
+            args, kwargs, past = map_tensors(leaf_of, (call.args, call.kwargs, kept))
             again = replace(call, args=args, kwargs=kwargs)
             if call.past is not None:
                 again = replace(again, past=call.past.of(past))

@@ -104,13 +104,13 @@ class Visits:
                 return inputs
             entered = self.cuts.enter(tokens)
 
-            def one(value: Any) -> Any:
+            def cut_off(value: Any) -> Any:
                 if value is tokens:
                     return entered
                 return value if self.whole or not torch.is_tensor(value) else value.detach()
 
-            args = tuple(map(one, call.args))
-            kwargs = {name: one(value) for name, value in call.kwargs.items()}
+            args = tuple(map(cut_off, call.args))
+            kwargs = {name: cut_off(value) for name, value in call.kwargs.items()}
             return replace(call, args=args, kwargs=kwargs).own[:2]
 
     def leave(self, module: nn.Module, inputs: Any, value: Any) -> tuple[Any, Any]:
