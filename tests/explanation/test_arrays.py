@@ -12,7 +12,7 @@ from vision_models import vim
 
 from captum_ssm import Explanation, MambaLRP, explain
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.inputs.arrays import arranged, given
+from captum_ssm.explanation.make.inputs.arrays import arranged, inputs_for
 from captum_ssm.models import BidirectionalMamba
 
 
@@ -130,7 +130,7 @@ MODELS = {
 @pytest.mark.parametrize("form", ["tensor", "numpy"])
 def test_an_array_is_what_the_model_reads(model, shape, kind, axes, examples, form):
     array = values(*shape)
-    found = given(MODELS[model], array.numpy() if form == "numpy" else array)
+    found = inputs_for(MODELS[model], array.numpy() if form == "numpy" else array)
     assert (found.kind, found.axes, len(found.examples)) == (kind, axes, examples)
     with torch.no_grad():
         assert all(len(MODELS[model](one)) == 1 for one in found.examples)
@@ -306,5 +306,5 @@ def test_means_of_another_number_are_refused(photo):
 
 
 def test_a_trial_leaves_no_hook():
-    given(MODELS["series"], values(50, 4))
+    inputs_for(MODELS["series"], values(50, 4))
     assert not any(layer._forward_pre_hooks for layer in MODELS["series"].modules())
