@@ -16,7 +16,8 @@ be put back. A call goes through these files:
 - ``check`` recomputes each frozen mixer, to the ``tolerances`` of its dtype, ``finite`` looks at
   its numbers, ``wider_dtype`` runs it once more where rounding leaves a doubt, ``honesty`` (by
   ``held_run``, ``token_steps`` and ``promise``) and ``randomness`` test whether one run can be
-  trusted at all, and ``operations`` tells for which others what was found of it holds;
+  trusted at all, ``operations`` tells for which others what was found of it holds, and
+  ``long_text`` whether what was measured on a text's beginning does for all of it;
 - ``frozen_model`` is the result, and ``freezing`` makes it of a request.
 """
 
