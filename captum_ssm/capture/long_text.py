@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ from torch.nn import functional as F
 from captum_ssm.capture.held_run import OTHER_CHOICE, HeldRun
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording
+from captum_ssm.capture.token_steps import STEP
 from captum_ssm.mixers.registry import known_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.plain_graph import plain_graph
+from captum_ssm.wiring.mixing_test import halves
 
-# The size of a step, of that of a token's numbers.
-_STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
 # Tokens that are moved together where they read their neighbors, of which a quarter may be read.
@@ -54,16 +55,14 @@ def stays_apart(recording: Recording, *, reads_neighbors: bool = False) -> bool:
     results: dict[str, list[object]] = {}
     for call in recording.calls:
         results.setdefault(call.path, []).append(call.result)
-    ends, output = (
-        [call.given_tokens() for call in recording.calls],
-        extract_logits(recording.output),
-    )
+    ends = [call.given_tokens() for call in recording.calls]
+    output = extract_logits(recording.output)
     if output.numel() <= _MOST:
         ends.append(output)
     block, reach = (_BLOCK, _BLOCK // 4) if reads_neighbors else (1, 0)
-    half = _half(tokens, block)
+    blocks = halves(-(-tokens // block), torch.Generator().manual_seed(0))
     try:
-        for chosen in (half, ~half):
+        for half in islice(blocks, 2):  # one, and the rest
             with suppress(_AllSeenError), ExitStack() as copies, torch.no_grad(), plain_graph():
                 _MovedRun(
                     recording.request,
@@ -71,20 +70,13 @@ def stays_apart(recording: Recording, *, reads_neighbors: bool = False) -> bool:
                     with_output=True,
                     results=results,
                     before=list(ends),
-                    chosen=chosen,
+                    chosen=half.repeat_interleave(block)[:tokens],
                     reach=reach,
                 )
     except (_ActsOnOthersError, *OTHER_CHOICE):
         return False
     known.long[made_of] = tokens
     return True
-
-
-def _half(tokens: int, block: int) -> Tensor:
-    # Blocks of tokens, half of them.
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.rand(-(-tokens // block), generator=generator) < 0.5
-    return chosen.repeat_interleave(block)[:tokens]
 
 
 @dataclass
@@ -98,7 +90,7 @@ class _MovedRun(HeldRun):
         shape = [1] * value.dim()
         shape[self._axis(value)] = -1
         generator = torch.Generator().manual_seed(0)
-        step = _STEP * value.std() * torch.randn(value.shape[-1], generator=generator).to(value)
+        step = STEP * value.std() * torch.randn(value.shape[-1], generator=generator).to(value)
         return torch.where(self.chosen.view(shape).to(value.device), value + step, value)
 
     def _end(self, name: str, value: Tensor) -> None:

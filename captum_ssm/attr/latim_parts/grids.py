@@ -39,6 +39,7 @@ from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled,
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.blocks import contextmanager
+from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import tensors_in, with_first
 from captum_ssm.wiring.cuts import MixerCut
 from captum_ssm.wiring.wiring import Source
@@ -150,12 +151,15 @@ class ScoreGraph:
         Args:
             group (sequence of int): their cuts.
         """
-        exits = {k: cut.exit for k, cut in enumerate(self.cuts)}
-        starts = {-1 - k: point for k, (point, _) in enumerate(self.starts)}
-        sums = SegmentGraph(exits | starts).sums(Point.of(self.score, None), group)
-        ends = [exits[k] for k in group]
+        sums = self._segments.sums(Point.of(self.score, None), group)
+        ends = [self.cuts[k].exit for k in group]
         ways = (edge for node in sums for edge in meetings([Point.at(node)], ends))
         return any(kind_of(edge.node) in MATRICES for edge in ways)
+
+    @cached_property
+    def _segments(self) -> SegmentGraph:
+        exits = {k: cut.exit for k, cut in enumerate(self.cuts)}
+        return SegmentGraph(exits | {-1 - k: point for k, (point, _) in enumerate(self.starts)})
 
     def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
         """What each input adds to the score past the mixers and a stream before them, in its shape.
