@@ -35,6 +35,6 @@ import os, captum_ssm.kernels, captum_ssm._C as C
 assert os.path.samefile(os.path.dirname(C.__file__), 'captum_ssm'), C.__file__
 print('== $isa:', C.__file__)"
     "$python" -m pytest -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root" \
-        "$root"/tests/kernels/test_kernels.py "$root"/tests/kernels/test_kernel_gradients.py \
+        "$root"/tests/kernels/test_kernels.py "$root"/tests/kernels/test_kernels_backward.py \
         "$root"/tests/utils/test_allocator.py -k "$selection" "$@"
 done

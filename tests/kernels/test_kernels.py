@@ -26,7 +26,7 @@ from captum_ssm.kernels import linear_attention as linear_attention_module
 from captum_ssm.kernels import taps as taps_module
 from captum_ssm.kernels.weighted import weighted_rows_torch
 
-FILES = [__file__, __file__.replace("test_kernels", "test_kernel_gradients")]
+FILES = [__file__, __file__.replace("test_kernels", "test_kernels_backward")]
 Coefficients = DiagonalCoefficients | LinearAttentionCoefficients
 TORCH_FORMS = vars(channel_mean) | vars(diagonal_module) | vars(linear_attention_module)
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)

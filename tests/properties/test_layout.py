@@ -12,6 +12,7 @@ from pathlib import Path
 import captum_ssm
 
 ROOT = Path(captum_ssm.__file__).parent
+TESTS = Path(__file__).parents[1]
 FILES = sorted(ROOT.rglob("*.py"))
 LINES = 400
 CODE = 50  # lines of a function, without its signature, docstring and comments
@@ -134,6 +135,25 @@ def test_values_are_named_by_what_they_hold():
             is_argument = isinstance(node, ast.arg) and node not in allowed
             word = node.id if is_stored else node.arg if is_argument else ""
             assert word not in words, f"{name}:{node.lineno} names a value {word}"
+
+
+def test_test_files_are_named_after_what_they_test():
+    """A file or folder of the package, or that and more words: ``attr/test_latim_grids.py``.
+
+    Behavior across folders is tested here, in ``properties``; ``fla`` needs Triton.
+    """
+    folders = {path.parent for path in TESTS.glob("*/test_*.py")}
+    others = {"properties", "fla", "wiring"}
+    assert {folder.name for folder in folders if not (ROOT / folder.name).is_dir()} <= others
+    lost = []
+    for path in TESTS.glob("*/test_*.py"):
+        inside = (ROOT / path.parent.name).rglob("*")
+        subjects = {p.stem for p in inside if p.is_dir() or p.suffix in (".py", ".js")}
+        words = path.stem.split("_")[1:]
+        names = {"_".join(words[: n + 1]) for n in range(len(words))}
+        if path.parent.name not in others and not names & (subjects | {path.parent.name}):
+            lost.append(f"{path.parent.name}/{path.name}")
+    assert lost == []
 
 
 def test_comments_and_docstrings_are_sentences_with_a_subject():

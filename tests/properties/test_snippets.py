@@ -44,7 +44,7 @@ ELSEWHERE = {
         "properties/test_language_recipes.py",
     ),
     "add_a_family.md": "mixers/test_families.py",
-    "development/add_a_method.md": "attr/test_toy_method.py",
+    "development/add_a_method.md": "properties/test_toy_method.py",
     "development/add_a_scan_form.md": "discovery/test_scans.py",
 }
 NEEDS = {

@@ -1,9 +1,10 @@
-"""Recurrences of a diagonal decay in other forms than Mamba's: complex, one for all, from keys."""
+"""Recurrences of a diagonal decay: complex, one for all, from keys, and Mamba-2 as listed."""
 
 import pytest
 import torch
 import wild
 from frozen import measured, recorded
+from proofs import proven
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +17,7 @@ from captum_ssm import (
     supported,
 )
 from captum_ssm.discovery.measure import freeze_measured
+from captum_ssm.operators import LinearAttentionOperator
 
 LENGTHS = (1, 3, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 63, 100)))
 
@@ -236,3 +238,43 @@ def test_maps_are_what_the_function_returns_of_impulses(kind, length, monkeypatc
         skip = mixer.skip if mixer.skip.dim() == 1 else mixer.skip[0, j]
         column[j] -= skip
         torch.testing.assert_close(maps[:, :, j].mT, column)
+
+
+def blocks(X, A, B, C, block_len, initial_states=None):
+    """Mamba-2's scan as its paper lists it, in blocks: ``(Y, last state)``."""
+    B, C = (t.repeat_interleave(X.shape[2] // t.shape[2], 2) for t in (B, C))
+    state, out = X.new_zeros(len(X), X.shape[2], X.shape[3], B.shape[-1]), []
+    for x, a, b, c in zip(*(t.split(block_len, 1) for t in (X, A, B, C)), strict=True):
+        decay = a.cumsum(1)
+        before = torch.ones(block_len, block_len).tril()[..., None]
+        between = (decay[:, :, None] - decay[:, None]).exp() * before
+        inside = torch.einsum("blhn,bshn,blsh,bshp->blhp", c, b, between, x)
+        out.append(inside + torch.einsum("blhn,bhpn,blh->blhp", c, state, decay.exp()))
+        added = torch.einsum("bshn,bsh,bshp->bhpn", b, (decay[:, -1:] - decay).exp(), x)
+        state = decay[:, -1].exp()[..., None, None] * state + added
+    return torch.cat(out, 1), state
+
+
+def late(X, A, B, C, block_len):
+    """What each token writes is read from the next one on."""
+    return F.pad(blocks(X, A, B, C, block_len)[0], (0, 0, 0, 0, 1, 0))[:, :-1]
+
+
+def listed(groups):
+    length, heads = 6, 4
+    x, step = torch.randn(2, length, heads, 5), torch.rand(2, length, heads)
+    B, C = torch.randn(2, 2, length, groups, 3)
+    return dict(X=x * step[..., None], A=-step * torch.rand(heads), B=B, C=C, block_len=3)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_listing_of_mamba_2_is_proven(groups):
+    given = listed(groups)
+    scan = proven(blocks, **given)
+    assert isinstance(scan.operator, LinearAttentionOperator)
+    j, h = 1, 2
+    impulse = torch.zeros_like(given["X"])
+    impulse[:, j, h, 0] = 1
+    column = blocks(**given | {"X": impulse})[0][:, :, h, 0]
+    torch.testing.assert_close(scan.operator.matrix()[:, h, :, j], column)
+    assert proven(late, **given) is None
