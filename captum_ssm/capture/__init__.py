@@ -7,8 +7,9 @@ be put back. A call goes through these files:
   arguments a model does not read; ``request`` has all of it;
   ``readout`` makes a model that ends at directions of one module's output;
 - ``unknown_mixers`` searches for mixers that no adapter is registered for;
-- ``session`` opens nnsight on the copies; ``record`` runs the model there; ``visits`` follows its
-  mixers, and ``substitute`` puts frozen ones in their place where a gradient is asked for;
+- ``thrown_away`` makes the copies, and ``session`` opens nnsight on them; ``record`` runs the model
+  there; ``visits`` follows its mixers, and ``substitute`` puts frozen ones in their place where a
+  gradient is asked for;
   ``embedded_ids`` and ``reuse`` keep what the run computed anyway, and ``filled_tokens`` finds the
   tokens of images and sound;
 - ``recording`` is what the run left, ``remote`` makes the same of a run on a server;

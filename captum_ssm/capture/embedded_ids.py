@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.check_inputs import is_placeholder
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.utils.clones import memory, repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import tensors_in

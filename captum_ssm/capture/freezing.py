@@ -21,7 +21,6 @@ from captum_ssm.capture.record import record
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.remote import ONLY_LAYERS, record_remotely
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.capture.substitute import FrozenDuringRun, FrozenStandIns
 from captum_ssm.capture.target import (
     check_rows,
@@ -30,6 +29,7 @@ from captum_ssm.capture.target import (
     query_weights,
     read_score,
 )
+from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.capture.unknown_mixers import find_unknown_mixers, reaching
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.in_place import seen_in_views

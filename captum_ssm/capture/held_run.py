@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.embedded_ids import entries_of, rows_of
 from captum_ssm.capture.model import extract_logits, input_embeddings
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.mixers import MixerCall, find_mixers
 from captum_ssm.mixers.registry import channels_of
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from captum_ssm.capture.model import is_model, is_wrapped, refuse_scripted, unwrap
+from captum_ssm.capture.model import is_wrapped, refuse_scripted
 from captum_ssm.capture.request import Request
+from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
 from captum_ssm.mixers.registry import nearest_misses, outermost, supported_classes
 from captum_ssm.utils.blocks import WhileOpen, bound, contextmanager, undo
-from captum_ssm.utils.copies import Copies, copied, original, running
+from captum_ssm.utils.copies import Copies, original, running
 from captum_ssm.utils.offload import reloaded_in_backward
 
 if TYPE_CHECKING:
@@ -80,48 +81,6 @@ def _unwrapped(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
         if state.original is not type(module).forward:
             module.__dict__["forward"] = MethodType(state.original, module)
-
-
-@contextmanager
-def on_thrown_away(request: Request) -> Iterator[tuple[Request, Copies]]:
-    """A request that runs copies of its model's modules, and these copies, without nnsight."""
-    function = request.forward_func
-    function = unwrap(function) if is_model(function) else function
-    modules = [function] if isinstance(function, nn.Module) else []
-    with without_compiler(), copied(request.module, *modules) as copies:
-        yield replace(request, forward_func=copies.of(function), model=copies.root), copies
-
-
-def without_compiler() -> AbstractContextManager[None]:
-    """Without compiled models: what would be traced, anew for every run, is the recording."""
-    return _EAGER.block() if "torch._dynamo" in sys.modules else nullcontext()
-
-
-class _Stance:
-    # The stance of the compiler, which holds for all threads.
-    def __init__(self) -> None:
-        self.before: Any = None
-
-    def put(self) -> None:
-        """Have compiled models run as they are written."""
-        if self.before is None:
-            self.before = sys.modules["torch._dynamo"].eval_frame._stance
-        torch.compiler.set_stance("force_eager")
-
-    def put_back(self) -> None:
-        """Have compiled models run as before."""
-        if self.before is not None:
-            before = self.before
-            torch.compiler.set_stance(
-                before.stance,
-                skip_guard_eval_unsafe=before.skip_guard_eval_unsafe,
-                force_backend=before.backend,
-            )
-            self.before = None
-
-
-_STANCE = _Stance()
-_EAGER = WhileOpen(_STANCE.put, _STANCE.put_back)
 
 
 def find_points(
@@ -330,17 +289,6 @@ def _forget_nnsight(backward: Any) -> None:
     unmount = getattr(sys.modules.get("nnsight._c"), "unmount", None)
     if unmount is not None and hasattr(object, "save"):
         unmount("save")
-
-
-def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:
-    """Have the forward of a copy run in a context manager."""
-    forward = module.forward
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with around(module):
-            return forward(*args, **kwargs)
-
-    module.__dict__["forward"] = within
 
 
 def _unsupported(model: nn.Module) -> UnsupportedModelError:

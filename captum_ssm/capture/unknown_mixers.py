@@ -15,7 +15,7 @@ from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction
 from captum_ssm.capture.model import refuse_scripted
 from captum_ssm.capture.recording import NotReachedError
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.discovery.search import discover
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers

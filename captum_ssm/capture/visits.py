@@ -18,7 +18,6 @@ from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.operations import Operations
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.reuse import InnerResults
-from captum_ssm.capture.session import run_in
 from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall
@@ -30,6 +29,7 @@ from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_firs
 from captum_ssm.utils.progress import Bar
 from captum_ssm.utils.retry import copies_are_kept
 from captum_ssm.utils.saved_tensors import written_over
+from captum_ssm.utils.watch_modules import run_in
 from captum_ssm.wiring.cuts import RunCuts
 
 

@@ -1,75 +1,21 @@
-"""Two explanations: joined, or one minus the other."""
+"""The difference of two explanations, example by example."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from captum_ssm.explanation.parts import Example, Maps, Output
 from captum_ssm.explanation.tables import rows_of
 
-if TYPE_CHECKING:
-    from captum_ssm.explanation.explanation import Explanation
 
-
-def joined(first: Explanation, second: Explanation) -> Explanation:
-    """The examples of both.
+def difference(a: Example, b: Example) -> Example:
+    """One example minus the same one of another explanation, row by row.
 
     Raises:
-        ValueError: where they were explained by different methods or options.
+        ValueError: where they are not of the same input, or do not explain the same answers.
     """
-    mine, theirs = (
-        [(m.name, dict(m.options)) for m in explanation.methods] for explanation in (first, second)
-    )
-    if mine != theirs:
-        raise ValueError(
-            f"the explanations were made by {_told(mine)} and by {_told(theirs)}; expected the "
-            "same methods with the same options, in the same order."
-        )
-    model = first.model if first.model == second.model else f"{first.model}, {second.model}"
-    return _of_both(first, second, model=model, examples=first.examples + second.examples)
-
-
-def difference(first: Explanation, second: Explanation) -> Explanation:
-    """One explanation minus another one, row by row.
-
-    Raises:
-        ValueError: where they are not of the same examples by the same methods, or do not explain
-            the same answers.
-    """
-    names = [[method.name for method in explanation.methods] for explanation in (first, second)]
-    if names[0] != names[1]:
-        raise ValueError(
-            f"the explanations were made by {', '.join(names[0])} and by {', '.join(names[1])}; "
-            "expected the same methods in the same order."
-        )
-    if len(first.examples) != len(second.examples):
-        raise ValueError(
-            f"the explanations are of {len(first.examples)} and {len(second.examples)} examples; "
-            "expected the same examples. explanation[i] is one of them."
-        )
-    pairs = zip(first.examples, second.examples, strict=True)
-    title = first.title if first.title == second.title else f"{first.title} minus {second.title}"
-    model = first.model if first.model == second.model else f"{first.model} minus {second.model}"
-    examples = tuple(_example(a, b) for a, b in pairs)
-    return _of_both(first, second, title=title, model=model, examples=examples)
-
-
-def _told(methods: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    return ", ".join(name + (f" {options}" if options else "") for name, options in methods)
-
-
-def _of_both(first: Explanation, second: Explanation, **changes: Any) -> Explanation:
-    # Settings and versions stay where both have them.
-    for name in ("settings", "versions"):
-        theirs = getattr(second, name)
-        shared = {k: v for k, v in getattr(first, name).items() if theirs.get(k) == v}
-        changes[name] = shared
-    return replace(first, **changes)
-
-
-def _example(a: Example, b: Example) -> Example:
     texts = [[token.text for token in example.tokens] for example in (a, b)]
     inputs = [
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from captum_ssm.explanation import file as _file
 from captum_ssm.explanation import tables
-from captum_ssm.explanation.compare import difference, joined
+from captum_ssm.explanation.compare import difference
 from captum_ssm.explanation.parts import Example, Method, Output
 from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.summary import Summary, summary
@@ -114,7 +114,13 @@ class Explanation:
     def __add__(self, other: Explanation) -> Explanation:
         if not isinstance(other, Explanation):
             return NotImplemented
-        return joined(self, other)
+        mine, theirs = ([(m.name, dict(m.options)) for m in held.methods] for held in (self, other))
+        if mine != theirs:
+            raise ValueError(
+                f"the explanations were made by {_told(mine)} and by {_told(theirs)}; expected the "
+                "same methods with the same options, in the same order."
+            )
+        return self._with(other, ", ", examples=self.examples + other.examples)
 
     def __radd__(self, other: int) -> Explanation:
         return self if other == 0 else NotImplemented  # what sum() begins with
@@ -185,7 +191,7 @@ class Explanation:
             ValueError: for another ending, or numbers that are not finite.
             OSError: where it cannot be written, such as in a folder that does not exist.
         """
-        _file.save(self, path)
+        _file.save(vars(self), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Explanation:
@@ -215,7 +221,7 @@ class Explanation:
             ImportError: without pandas.
             ValueError: for images, whose relevance is :meth:`relevance`, and for unknown units.
         """
-        return tables.to_pandas(self, units)
+        return tables.to_pandas(self.methods, self.examples, units)
 
     def to_captum(self) -> list[Any]:
         """Captum's records of texts, one per example, method, output and explained answer.
@@ -227,7 +233,7 @@ class Explanation:
         Raises:
             ValueError: for images.
         """
-        return tables.to_captum(self)
+        return tables.to_captum(self.methods, self.examples)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The interactive page: one self-contained file that needs no network.
@@ -266,7 +272,7 @@ class Explanation:
             >>> [entry.key for entry in both.mean().by_distance]
             [0, 1, 2]
         """
-        return summary(self)
+        return summary(self.methods, self.examples)
 
     def difference(self, other: Explanation) -> Explanation:
         """This explanation minus another one of the same texts or images by the same methods.
@@ -290,7 +296,32 @@ class Explanation:
             >>> float(abs(first.difference(first).relevance()).max())
             0.0
         """
-        return difference(self, other)
+        names = [[method.name for method in held.methods] for held in (self, other)]
+        if names[0] != names[1]:
+            raise ValueError(
+                f"the explanations were made by {', '.join(names[0])} and by "
+                f"{', '.join(names[1])}; expected the same methods in the same order."
+            )
+        if len(self) != len(other):
+            raise ValueError(
+                f"the explanations are of {len(self)} and {len(other)} examples; expected the same "
+                "examples. explanation[i] is one of them."
+            )
+        examples = tuple(map(difference, self.examples, other.examples))
+        title = self.title if self.title == other.title else f"{self.title} minus {other.title}"
+        return self._with(other, " minus ", title=title, examples=examples)
+
+    def _with(self, other: Explanation, between: str, **changes: Any) -> Explanation:
+        # Settings and versions stay where both have them.
+        for name in ("settings", "versions"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            changes[name] = {k: v for k, v in mine.items() if theirs.get(k) == v}
+        both = f"{self.model}{between}{other.model}"
+        return replace(self, model=self.model if self.model == other.model else both, **changes)
+
+
+def _told(methods: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    return ", ".join(name + (f" {options}" if options else "") for name, options in methods)
 
 
 def _item(items: tuple[Any, ...], index: int, what: str) -> Any:

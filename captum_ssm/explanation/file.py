@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -24,21 +24,18 @@ from captum_ssm.explanation.circuits import check_circuits
 from captum_ssm.explanation.parts import Maps, Method
 from captum_ssm.explanation.read import Damaged, example, printable, read
 
-if TYPE_CHECKING:
-    from captum_ssm.explanation.explanation import Explanation
-
 FORMAT = "captum_ssm.explanation"
 VERSION = 1
 
 
-def save(explanation: Explanation, path: str | Path) -> None:
-    """Write an explanation, as :meth:`Explanation.save` says."""
+def save(fields: Mapping[str, Any], path: str | Path) -> None:
+    """Write the fields of an explanation, as :meth:`Explanation.save` says."""
     path = Path(path)
     if path.suffix != ".json":
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .json.")
     check_place(path)
-    tensors = map_tensors({e: explained.maps for e, explained in enumerate(explanation.examples)})
-    text = encoded({"format": f"{FORMAT}/{VERSION}"} | vars(explanation))
+    tensors = map_tensors({e: explained.maps for e, explained in enumerate(fields["examples"])})
+    text = encoded({"format": f"{FORMAT}/{VERSION}", **fields})
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
     if tensors:
         save_file(tensors, path.with_suffix(".safetensors"))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from captum_ssm.explanation.parts import Example, Method
 from captum_ssm.explanation.tables import require_texts, shares
 from captum_ssm.utils.tables import html_table
 
 if TYPE_CHECKING:
     import pandas
-
-    from captum_ssm.explanation.explanation import Explanation
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,15 @@ class Summary:
         )
 
 
-def summary(explanation: Explanation) -> Summary:
+def summary(methods: Sequence[Method], examples: Sequence[Example]) -> Summary:
     """The summary of :meth:`Explanation.mean`."""
-    require_texts(explanation, "the mean")
+    require_texts(examples, "the mean")
     tables: dict[str, list[Mean]] = {"token": [], "position": [], "distance": []}
-    for method in explanation.methods:
+    for method in methods:
         groups: dict[str, dict[Hashable, list[tuple[float, float]]]] = {
             name: defaultdict(list) for name in tables
         }
-        for keys, numbers in _entries(explanation, method.name):
+        for keys, numbers in _entries(examples, method.name):
             for name, key in zip(tables, keys, strict=True):
                 groups[name][key].append(numbers)
         for name, group in groups.items():
@@ -131,10 +130,10 @@ def summary(explanation: Explanation) -> Summary:
 
 
 def _entries(
-    explanation: Explanation, method: str
+    examples: Sequence[Example], method: str
 ) -> Iterator[tuple[tuple[str, int, int], tuple[float, float]]]:
     # What is explained first at each output, token by token: (text, position, distance), numbers.
-    for example in explanation.examples:
+    for example in examples:
         for output in example.outputs:
             row, last = output.answers[output.chosen].row, output.position
             assert row is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +14,6 @@ from captum_ssm.explanation.units import bounds_of, spans_of, summed, texts_of
 
 if TYPE_CHECKING:
     import pandas
-
-    from captum_ssm.explanation.explanation import Explanation
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,13 @@ def told_answer(outputs: Sequence[Output], between: str = "") -> ToldAnswer:
     )
 
 
-def require_texts(explanation: Explanation, what: str) -> None:
+def require_texts(examples: Iterable[Example], what: str) -> None:
     """Raise where an example is not a text.
 
     Raises:
         ValueError: says what to use in its place.
     """
-    for example in explanation.examples:
+    for example in examples:
         if not example.tokens:
             kind = "an image" if example.image is not None else "a series"
             shape = next(iter(example.relevance.values())).shape[1:]
@@ -94,16 +92,18 @@ def shares(values: np.ndarray) -> np.ndarray:
     return np.abs(values) / total if total else np.zeros_like(values)
 
 
-def to_pandas(explanation: Explanation, units: str) -> pandas.DataFrame:
+def to_pandas(
+    methods: Sequence[Method], examples: Sequence[Example], units: str
+) -> pandas.DataFrame:
     """The table of :meth:`Explanation.to_pandas`."""
     import pandas
 
-    require_texts(explanation, "the table")
+    require_texts(examples, "the table")
     lines: list[tuple[Any, ...]] = []
-    for example in explanation.examples:
+    for example in examples:
         spans, texts = spans_of(example, units), texts_of(example, units)
         bounds = bounds_of(example, units)
-        for method in explanation.methods:
+        for method in methods:
             for row in rows_of(example):
                 values = summed(example.relevance[method.name][row.index], spans)
                 against = "" if row.against is None else row.against.text
@@ -126,9 +126,9 @@ def _target(row: Row) -> str:
     return row.answer.text + (f", not {row.against.text}" if row.against else "")
 
 
-def to_captum(explanation: Explanation) -> list[Any]:
+def to_captum(methods: Sequence[Method], examples: Sequence[Example]) -> list[Any]:
     """The records of :meth:`Explanation.to_captum`."""
-    require_texts(explanation, "Captum's table")
+    require_texts(examples, "Captum's table")
     import torch
 
     from captum_ssm.visualization import text_record
@@ -147,7 +147,7 @@ def to_captum(explanation: Explanation) -> list[Any]:
 
     return [
         record(example, method, row)
-        for example in explanation.examples
-        for method in explanation.methods
+        for example in examples
+        for method in methods
         for row in rows_of(example)
     ]

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture import resolve_model, unwrap
-from captum_ssm.capture.session import IS_RECORDED, without_compiler
+from captum_ssm.capture.session import IS_RECORDED
 from captum_ssm.capture.substitute import without_autocast
+from captum_ssm.capture.thrown_away import without_compiler
 from captum_ssm.capture.unknown_mixers import adapter_of
 from captum_ssm.errors import ReconstructionError, UnsupportedModelError
 from captum_ssm.interventions.open_mixer import OpenMixer, OwnProjection

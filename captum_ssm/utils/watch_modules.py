@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
@@ -62,3 +62,14 @@ def watch_modules(
                     hook = module.register_forward_hook
                     undo(stack, hook(here(told), with_kwargs=True, always_call=always).remove)
         yield
+
+
+def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:
+    """Have the forward of a copy run in a context manager."""
+    forward = module.forward
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with around(module):
+            return forward(*args, **kwargs)
+
+    module.__dict__["forward"] = within

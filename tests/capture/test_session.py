@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
 from captum_ssm.capture.operations import Operations
-from captum_ssm.capture.session import without_compiler
+from captum_ssm.capture.thrown_away import without_compiler
 from captum_ssm.models import BidirectionalMamba
 from captum_ssm.utils.copies import Copies, copied, original, running
 from captum_ssm.utils.transformers_advice import without_advice

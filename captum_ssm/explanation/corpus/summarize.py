@@ -170,7 +170,7 @@ class _Run:
     def _read(self, right: Sequence[Any] | None) -> Iterator[Reading]:
         is_asked, reading_token = self._is_asked, self.reading_token
         for i, explanation in self.of(self.indices):
-            require_texts(explanation, "a report")
+            require_texts(explanation.examples, "a report")
             label = None if right is None or right[i] is None else str(right[i]).strip()
             options = (label, is_asked, reading_token)
             yield read(explanation.examples[0], self.method.name, i, "word", *options)

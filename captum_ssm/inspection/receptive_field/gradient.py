@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from captum_ssm.capture import Request, check_forward, freeze, is_model
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.capture.target import captum_score
+from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.inspection.receptive_field.implicit import implicit_maps
 from captum_ssm.inspection.receptive_field.result import ReceptiveField, index_of
