@@ -54,7 +54,7 @@ def joined(
     streams = [k for k, (s, _) in enumerate(reads) if steps[s].around]
     if len(streams) < 2 or len({steps[s].tokens for s, _ in reads}) > 1:
         return None
-    sums = [graph.cut.sums(root, steps[s].calls) for s, _ in reads]
+    sums = [graph.cut.around(root, steps[s].calls).first_sums for s, _ in reads]
     made_of = [frozenset[int]().union(*map(graph.cut.read_by, edges)) for edges in sums]
     common = frozenset.intersection(*(made_of[k] for k in streams))
     leaves = [max(common or read) for read in made_of]

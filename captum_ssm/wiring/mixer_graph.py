@@ -11,7 +11,8 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import SegmentGraph, nodes_before
+from captum_ssm.graph.reachability import nodes_before
+from captum_ssm.graph.segments import SegmentGraph
 from captum_ssm.wiring.cuts import InputCut, RunCuts
 from captum_ssm.wiring.inputs import InputMap, feature_axis, stem_of
 from captum_ssm.wiring.token_order import Orders

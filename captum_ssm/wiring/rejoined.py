@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import Side
+from captum_ssm.graph.segments import Side
 from captum_ssm.graph.token_weights import TokenWeights, orthogonal, pulling, pushed
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.wiring.mixer_graph import MixerGraph
@@ -146,9 +146,8 @@ def _joining(
     # The residual streams around the leads, and what else joins that is made of parts of these, by
     # what it is made of. Streams are the largest sums, and all that is given to the leads.
     passed = {k for j in leads if j >= 0 for k in graph.groups[graph.step_of[j]]}
-    sides = graph.cut.sides(root, passed, None) if passed else []
     entries = [entry for k in passed if (entry := graph.entries[k]) is not None]
-    sides = graph.cut.parted(sides, entries)
+    sides = graph.cut.around(root, passed).parted(graph.cut.before(entries))
     streams, held = {graph.read_by(j) for j in leads}, frozenset[int]()
     edges: list[GradientEdge] = []
     others: dict[frozenset[int], list[Side]] = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point, gradients
+from captum_ssm.graph.segments import times_finer
 from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
 
 
@@ -27,7 +30,7 @@ def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, .
         return (0,)  # not recorded
     before = frozenset[int]().union(*(graph.before[i] for i in group))
     tokens = graph.exits[group[0]].tokens if finer else None
-    additions = {graph.cut.added(root, group, before, tokens) for root in nexts}
+    additions = {_added(graph, root, group, before, tokens) for root in nexts}
     name = graph.name(group[0])
     if len(additions) > 1:
         raise UnsupportedModelError(
@@ -61,13 +64,27 @@ def is_given_stream(graph: MixerGraph, step: int) -> bool | None:
     entry = graph.entries[group[0]]
     if entry is None or not nexts:
         return None
-    return any(graph.cut.is_added(root, group, entry) for root in nexts)
+    return any(graph.cut.around(root, group).adds(entry) for root in nexts)
+
+
+def _added(
+    graph: MixerGraph,
+    root: Point,
+    group: Sequence[int],
+    before: frozenset[int],
+    tokens: int | None,
+) -> frozenset[int]:
+    # What is added reads, on the way from a step to a root. Finer tokens are those of a skip.
+    sides = graph.cut.around(root, group).added
+    if tokens is not None:
+        sides = [side for side in sides if times_finer(side.edge, tokens) < 2]
+    return frozenset().union(*(side.read for side in sides if side.read <= before))
 
 
 def _is_taken_off(graph: MixerGraph, step: int, root: Point, added: frozenset[int]) -> bool:
     # Whether what is added to a step's tokens is subtracted again before they are read.
-    sides = graph.cut.sides(root, graph.groups[step], None)
-    if sum(side.count for side in sides if not side.is_factor) < 2:
+    sides = graph.cut.around(root, graph.groups[step]).added
+    if sum(len(side.nodes) for side in sides) < 2:
         return False
     pulled = gradients([root], [root.noise()], [graph.leaf(i) for i in added])
     return not any(gradient is not None and bool(gradient.any()) for gradient in pulled)

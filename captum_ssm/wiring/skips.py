@@ -16,7 +16,8 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import Joints, meetings
+from captum_ssm.graph.reachability import meetings
+from captum_ssm.graph.segments import Joints
 from captum_ssm.graph.token_weights import Pairs, PatchWeights, TokenWeights, pairs, pushed
 from captum_ssm.wiring.mixer_graph import MixerGraph
 
@@ -80,11 +81,13 @@ class Skips:
         # Where what goes around j joins on the way to i. It may go around mixers before j too, with
         # which j is in series in one branch.
         graph, root = self.graph, self.graph.entries[i]
-        earlier = [graph.entries[k] for k in range(j + 1) if graph.is_same_grid(k, j)]
-        entries = [entry for entry in earlier if entry is not None]
-        if root is None or graph.entries.get(j) is None:
+        entry = graph.entries.get(j)
+        if root is None or entry is None:
             return None
-        return graph.cut.joints(root, entries)
+        earlier = (graph.entries[k] for k in range(j + 1) if graph.is_same_grid(k, j))
+        before = graph.cut.before(point for point in earlier if point is not None)
+        around = graph.cut.around(root, graph.groups[graph.step_of[j]])
+        return around.joints(before, entry.tokens)
 
     def _leads(self, leaves: Iterable[int]) -> set[int]:
         # An input may be left out, where it is known which token is which patch.

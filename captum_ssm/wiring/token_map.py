@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point, gradients
 from captum_ssm.graph.reachability import meetings
+from captum_ssm.graph.segments import SegmentGraph
 from captum_ssm.graph.token_weights import Pairs, PatchWeights, TokenWeights, pairs
 from captum_ssm.wiring.inputs import portions, shares
 from captum_ssm.wiring.ledger import gathered, points
@@ -349,12 +350,15 @@ class TokenMaps:
         )
         held = gathered(root, graph.exits[j], graph.batch)
         stream = [tensor.point for tensor in held if tensor.is_in_place][-1]
-        joints, way = graph.cut.joints(root, [stream]), TokenWeights(root, stream, graph.batch)
+        way = TokenWeights(root, stream, graph.batch)
+        # The graph is cut at the stream too, which takes the number of what reads it.
+        cut = SegmentGraph({**graph.cut.leaves, i: stream})
+        joints = cut.around(root, [i]).joints(graph.cut.before([stream]), stream.tokens)
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
-        if others or joints.leaves or len(joints.stream) != 1 or len(joints.past) > 1:
+        if others or joints.leaves or len(joints.edges) > 1:
             raise unclear
         share, again = None, tuple[Source, ...]()
-        for edge in joints.past:
+        for edge in joints.edges:
             first = next((k for k, *_ in graph.groups if self._is_given(k, edge)), None)
             share = self._share_of(way, edge)
             if share is None or first is None:

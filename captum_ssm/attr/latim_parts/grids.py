@@ -34,8 +34,9 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.factors import before_casts
 from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import SegmentGraph, is_read_past, meetings
+from captum_ssm.graph.reachability import is_read_past, meetings
 from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled, without_rule
+from captum_ssm.graph.segments import SegmentGraph
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.blocks import contextmanager
@@ -151,7 +152,7 @@ class ScoreGraph:
         Args:
             group (sequence of int): their cuts.
         """
-        sums = self._segments.sums(Point.of(self.score, None), group)
+        sums = self._segments.around(Point.of(self.score, None), group).first_sums
         ends = [self.cuts[k].exit for k in group]
         ways = (edge for node in sums for edge in meetings([Point.at(node)], ends))
         return any(kind_of(edge.node) in MATRICES for edge in ways)
