@@ -7,7 +7,7 @@ recorded input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.capture.embedded_ids import warn_of_derived
+from captum_ssm.capture.embedded_ids import Given, warn_of_derived
 from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
@@ -132,35 +132,27 @@ def _record_once(
         instrumented(request) as (of_copies, copies),
         ExitStack() as stack,
     ):
-        has_tables = cuts is not None and any(not x.is_floating_point() for x in request.inputs)
-        # Tables tell which ids they are given.
-        picks = (lambda m: is_table(m) or bool(also and also(m))) if has_tables else also
-        mixers, others = find_points(copies.root, picks)
+        mixers, others = find_points(copies.root, _picks(request, also, cuts))
         bar = stack.enter_context(Bar("mixers", len(mixers)))
         if substitute is not None:
             substitute.begin()
             stack.enter_context(substitute.around(copies.root))
         if cuts is not None and not gradients:
             _differentiable(copies.root)
-        root = of_copies.module
-        visits = Visits(request, root, mixers, substitute, cuts, bar, gradients, whole)
-        noted, points = visits.operations.noted(), {**mixers, **others}
-        run = partial(of_copies.run, visits.inputs(), noted)
+        module, points = of_copies.module, {**mixers, **others}
+        visits = Visits(request, module, mixers, substitute, cuts, bar, gradients, whole)
+        run = partial(of_copies.run, visits.inputs(), visits.operations.noted())
         if may_fill(request) and (cuts is not None or substitute is not None):
-            modules = copies.root.modules()
-            stack.enter_context(watch_modules(modules, before=visits.fill))
+            stack.enter_context(watch_modules(copies.root.modules(), before=visits.fill))
         output, visited, root_visits = traced(points, request.model, copies, run, visits)
-        visits.check_embedded()
-        visits.check_kept()
+        visits.check()
         calls, other = split_calls(request.model, visits.calls(visited, points))
-        other = [call for call in other if also is not None and also(call.module)]
-        arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}
         recording = Recording(
             request,
             output,
             calls,
-            other,
-            arguments,
+            others=[call for call in other if also is not None and also(call.module)],
+            arguments=bound_arguments(copies.root, *root_visits[0]) if root_visits else {},
             edges=visits.edges,
             operations=frozenset({*visits.operations.pairs, fingerprint(request.module)}),
         )
@@ -168,14 +160,30 @@ def _record_once(
             recording = _with_score(recording, score, cuts)
         if cuts is not None:
             recording = _with_wiring(recording, cuts, entry)
-        tables = [
-            (points[module], original(module), next(tensors_in(inputs)))
-            for module, inputs, _ in visited
-            if is_table(module)
-        ]
+        tables = _tables(visited, points)
     warn_of_derived(request, tables)
     visits.filled.warn_of_added()
     return recording if gradients else detached(recording)
+
+
+def _picks(
+    request: Request, also: Callable[[nn.Module], bool] | None, cuts: RunCuts | None
+) -> Callable[[nn.Module], bool] | None:
+    # Which modules outside the mixers are recorded: tables tell which ids they are given.
+    if cuts is None or all(x.is_floating_point() for x in request.inputs):
+        return also
+    return lambda module: is_table(module) or bool(also and also(module))
+
+
+def _tables(
+    visited: Sequence[tuple[nn.Module, Any, Any]], points: dict[nn.Module, str]
+) -> list[Given]:
+    # The tables that were called.
+    return [
+        (points[module], original(module), next(tensors_in(inputs)))
+        for module, inputs, _ in visited
+        if is_table(module)
+    ]
 
 
 def _with_score(

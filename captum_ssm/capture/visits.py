@@ -159,14 +159,15 @@ class Visits:
             )
         return calls
 
-    def check_kept(self) -> None:
-        """Raise where the model has written over what was kept of modules outside the mixers."""
+    def check(self) -> None:
+        """Raise where ids are not embedded as they were given, or what was kept is written over."""
+        self._check_embedded()
         for x, version in self.versions:
             if version_of(x) != version:
                 raise written_over(x, version)
 
-    def check_embedded(self) -> None:
-        """Raise where the model does not embed the ids of an input as they were given."""
+    def _check_embedded(self) -> None:
+        # Whether the model embeds the ids of an input as they were given.
         if self.cuts is not None:
             is_alone = len(self.request.inputs) == 1
             for k, ids in self.ids.items():
