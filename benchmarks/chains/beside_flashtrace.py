@@ -19,10 +19,10 @@ import torch
 from flashtrace import FlashTrace, load_model_and_tokenizer
 
 from captum_ssm.examples.chains import LINKS, Puzzle, make_puzzle
-from captum_ssm.metrics import bootstrap
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _evaluating import interval
 from _record import save
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -47,12 +47,6 @@ def hop_shares(tracer: FlashTrace, puzzle: Puzzle, hops: int) -> torch.Tensor:
     return torch.stack(
         [shares[:, list(puzzle.positions(k))].sum(1) for k in range(len(puzzle.records))], 1
     )
-
-
-def interval(values: list[float]) -> list[float]:
-    """Mean and the ends of its interval over puzzles."""
-    found = bootstrap(torch.tensor(values))
-    return [round(x, 4) for x in (found.value, found.low, found.high)]
 
 
 def main() -> None:

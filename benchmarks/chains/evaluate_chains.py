@@ -26,10 +26,10 @@ from torch import Tensor
 
 from captum_ssm import Trace
 from captum_ssm.examples.chains import Puzzle, encode, make_puzzle
-from captum_ssm.metrics import bootstrap
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _evaluating import interval
 from _record import save
 from _training import MODELS
 
@@ -51,12 +51,6 @@ def puzzles_of(subject: Subject, count: int, links: int) -> list[Puzzle]:
         if len(found) >= count:
             return found[:count]
     raise SystemExit(f"the model answers only {len(found)} of {20 * count} chains right")
-
-
-def interval(values: list[Any] | Tensor) -> list[float]:
-    """Mean and the ends of its interval over puzzles."""
-    found = bootstrap(torch.stack(list(values)) if isinstance(values, list) else values)
-    return [round(x, 4) for x in (found.value, found.low, found.high)]
 
 
 def interventions(subject: Subject, puzzles: list[Puzzle]) -> dict[str, Any]:

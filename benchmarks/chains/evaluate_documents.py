@@ -25,10 +25,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from captum_ssm.examples.documents import IDS, Documents, make_documents
-from captum_ssm.metrics import bootstrap, part_shares
+from captum_ssm.metrics import part_shares
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _evaluating import interval
 from _record import save
 from _training import MODELS
 
@@ -75,12 +76,6 @@ def interventions(model: PreTrainedModel, prompts: list[Documents]) -> dict[str,
         found["it becomes a remark: the asked document"].append(is_answer(model, weak, weak.answer))
         found["another question: still the order"].append(is_answer(model, asked, drawn.answer))
     return {name: interval(torch.tensor(hits).double()) for name, hits in found.items()}
-
-
-def interval(values: Tensor) -> list[float]:
-    """Mean and the ends of its interval over prompts."""
-    found = bootstrap(values)
-    return [round(x, 4) for x in (found.value, found.low, found.high)]
 
 
 def scored(rows: Tensor, drawn: Documents, signs: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ from captum_ssm.examples.copying import (
 from captum_ssm.metrics import alignment_scores, hit_rate
 from captum_ssm.visualization import interaction_map
 
+# After this directory, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _evaluating import Readings, Rows, best_layer, versions, write
+
 HERE = Path(__file__).resolve().parent
 SAME = ("model", "examples", "length", "accuracy")  # of results that are put together
 # Pitorro & Treviso (2025), table 2: AUC, AP, R@K, on 13M-parameter models and 50-token strings.
@@ -64,25 +69,11 @@ PAPER = {
     },
 }
 
-Maps = Callable[[CopyBatch], Tensor]
+READINGS = Readings(lambda batch: (predicting_positions(batch.length), batch.length))
+by_position, by_map = READINGS.by_position, READINGS.by_map
 
 
-def by_position(method: Any, **options: Any) -> Maps:
-    """A method's rows at every prediction, ``(examples, length, length)`` over source tokens."""
-
-    def rows(batch: CopyBatch) -> Tensor:
-        count, n = batch.source.shape
-        ids = batch.inputs.repeat_interleave(n, 0)
-        position = predicting_positions(n).repeat(count)
-        found = method.attribute(
-            ids, target=batch.targets.reshape(-1), position=position, **options
-        )
-        return found.reshape(count, n, -1)[..., :n]
-
-    return rows
-
-
-def by_matrix(rollout: Callable[..., Tensor], **options: Any) -> Maps:
+def by_matrix(rollout: Callable[..., Tensor], **options: Any) -> Rows:
     """A whole map of a class-agnostic method, cut to predictions and source tokens."""
 
     def rows(batch: CopyBatch) -> Tensor:
@@ -91,7 +82,7 @@ def by_matrix(rollout: Callable[..., Tensor], **options: Any) -> Maps:
     return rows
 
 
-def layer_map(model: Any, layer: int | None, formulation: str, absolute: bool = False) -> Maps:
+def layer_map(model: Any, layer: int | None, formulation: str, absolute: bool = False) -> Rows:
     """The channel-mean implicit attention of one layer, or the mean over layers."""
 
     def rows(batch: CopyBatch) -> Tensor:
@@ -110,23 +101,9 @@ def layer_map(model: Any, layer: int | None, formulation: str, absolute: bool = 
     return rows
 
 
-def by_map(latim: LaTIM, layer: int | None, aggregation: str, activation: str) -> Maps:
-    """LaTIM's map, cut to predictions and source tokens."""
-
-    def rows(batch: CopyBatch) -> Tensor:
-        n = batch.length
-        target = batch.tokens[:, 1:] if aggregation == "alti_logit" else None
-        found = latim.interactions(
-            batch.inputs, layer, aggregation, target=target, activation=activation
-        )
-        return found[:, n:, :n]
-
-    return rows
-
-
 def methods(
     model: Any, layers: int, activations: Sequence[str]
-) -> Iterator[tuple[str, list[Maps]]]:
+) -> Iterator[tuple[str, list[Rows]]]:
     """Each method by name, with one map for each layer it can be read at."""
     unified, latim = UnifiedImplicitAttention(model), LaTIM(model)
     for name, formulation in (("Mamba-Attention", "hidden"), ("Unified (raw)", "unified")):
@@ -158,7 +135,7 @@ def methods(
         )
 
 
-def score(maps: Maps, examples: list[CopyBatch]) -> dict[str, float]:
+def score(maps: Rows, examples: list[CopyBatch]) -> dict[str, float]:
     """The scores of one map over some batches of one length."""
     return score_of(torch.cat([maps(batch) for batch in examples]))
 
@@ -235,9 +212,7 @@ def main() -> None:
         "layers": model.config.num_hidden_layers,
         "width": model.config.hidden_size,
         "machine": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "captum_ssm": captum_ssm.__version__,
+        **versions(torch, transformers, captum_ssm),
         "methods": {},
     }
     with torch.no_grad():
@@ -251,9 +226,7 @@ def main() -> None:
     layers = model.config.num_hidden_layers
     chosen = [m for m in methods(model, layers, args.activations) if args.only in m[0]]
     for name, readings in tqdm(chosen, desc="methods"):
-        layer = None
-        if len(readings) > 1:
-            layer = max(range(layers), key=lambda k: score(readings[k], chosen_on)["ap"])
+        layer = best_layer(readings, lambda maps: score(maps, chosen_on)["ap"])
         maps = readings[layer or 0]
         results["methods"][name] = {"layer": layer, **score(maps, scored_on)}
         if args.figures:
@@ -268,14 +241,12 @@ def main() -> None:
     for name, scores in PAPER.get(results["model_type"], {}).items():
         if name in results["methods"]:
             results["methods"][name]["paper"] = scores
-    args.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
     text = (
         f"# {results['model']}\n\n{args.examples} held-out strings of {args.length} symbols; the "
         f"model predicts {100 * results['accuracy']:.2f}% of the copied tokens.\n\n"
         f"{table(results)}\n"
     )
-    (args.output / f"{results['model']}.md").write_text(text)
+    write(args.output, results["model"], results, text)
     print(text)
 
 

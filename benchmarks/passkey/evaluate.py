@@ -12,10 +12,11 @@ explain one layer are read at the layer that does best on other examples.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from records import (
     decode,
     held_out_batch,
 )
-from torch import Tensor
 from tqdm import tqdm
 
 import captum_ssm
@@ -45,6 +45,10 @@ from captum_ssm import (
 )
 from captum_ssm.visualization import interaction_map
 
+# After this directory, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _evaluating import Readings, Rows, best_layer, versions, write
+
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parents[1] / "tutorials" / "models" / "passkey-mamba"
 FACTORS = (1, 2, 4)
@@ -52,38 +56,8 @@ CHOOSING_SEED, SCORING_SEED = 1, 2
 AT_ONCE = 10  # examples explained together
 FIGURE_METHODS = ("Mamba-Attention", "MambaLRP", "LaTIM (ALTI, gate)")
 
-Rows = Callable[[PasskeyBatch], Tensor]
-"""Relevance of the context for the answer, ``(examples, 1, context)``."""
-
-
-def by_position(method: Any, **options: Any) -> Rows:
-    """A method that explains one prediction of each example at a time."""
-
-    def rows(batch: PasskeyBatch) -> Tensor:
-        positions = batch.predicting_positions
-        count = len(batch.tokens)
-        found = method.attribute(
-            batch.inputs.repeat_interleave(len(positions), 0),
-            target=batch.targets.reshape(-1),
-            position=positions.repeat(count),
-            **options,
-        )
-        return found.reshape(count, len(positions), -1)[..., : batch.context]
-
-    return rows
-
-
-def by_map(latim: LaTIM, layer: int | None, aggregation: str, activation: str) -> Rows:
-    """LaTIM's map, cut to the predictions of the answer and the context."""
-
-    def rows(batch: PasskeyBatch) -> Tensor:
-        target = batch.tokens[:, 1:] if aggregation == "alti_logit" else None
-        found = latim.interactions(
-            batch.inputs, layer, aggregation, target=target, activation=activation
-        )
-        return found[:, batch.predicting_positions, : batch.context]
-
-    return rows
+READINGS = Readings(lambda batch: (batch.predicting_positions, batch.context))
+by_position, by_map = READINGS.by_position, READINGS.by_map
 
 
 def methods(model: Any) -> Iterator[tuple[str, list[Rows]]]:
@@ -225,9 +199,7 @@ def main() -> None:
         "examples": AT_ONCE * len(scored_on[CONTEXT]),
         "judged": args.judged,
         "machine": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "captum_ssm": captum_ssm.__version__,
+        **versions(torch, transformers, captum_ssm),
         "contexts": {},
         "methods": {},
     }
@@ -240,10 +212,9 @@ def main() -> None:
         }
     print(results["contexts"])
     for name, readings in tqdm(list(methods(model)), desc="methods"):
-        layer = None
-        if len(readings) > 1:
-            hits = [score(rows, chosen_on) for rows in readings]
-            layer = max(range(len(hits)), key=lambda k: (hits[k]["token"], hits[k]["record"]))
+        layer = best_layer(
+            readings, lambda rows: itemgetter("token", "record")(score(rows, chosen_on))
+        )
         results["methods"][name] = {
             "layer": layer,
             "contexts": {
@@ -251,9 +222,7 @@ def main() -> None:
                 for context in contexts
             },
         }
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / f"{results['model']}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (args.output / f"{results['model']}.md").write_text(report(results))
+    write(args.output, results["model"], results, report(results))
     layers = {name: row["layer"] or 0 for name, row in results["methods"].items()}
     figure(model, contexts[-1], layers).savefig(args.output / f"{results['model']}.png", dpi=100)
     print(report(results))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -48,6 +47,7 @@ from captum_ssm.metrics import Interval, bootstrap, evaluate
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tutorials"))
+from _evaluating import versions, write
 from _scan import fast_scan
 from trained_models import load
 
@@ -281,20 +281,12 @@ def main() -> None:
         record = {
             "model": name,
             "series": args.limit,
-            "versions": {
-                "captum_ssm": captum_ssm.__version__,
-                "captum": captum.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(captum_ssm, captum, torch, transformers)
+            | {"python": platform.python_version()},
             "scores": _plain(levels),
             f"less {BASELINE.lower()}": _plain(differences),
         }
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        text = report(name, args.limit, levels, differences)
-        (args.output / f"{name}.md").write_text(text)
+        write(args.output, name, record, report(name, args.limit, levels, differences))
 
 
 def _plain(rows: dict[str, dict[str, Interval]]) -> dict[str, Any]:

@@ -55,7 +55,9 @@ from captum_ssm.models import BidirectionalMamba, VisionMamba
 from captum_ssm.operators import SkipOperator
 
 # Last, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "papers"))
+from _evaluating import versions, write
 from explanations import chosen, of_images
 from harness import processes
 
@@ -268,12 +270,7 @@ def main() -> None:
         "removal": args.removal,
         "patch": PATCH,
         "target": "predicted class",
-        "versions": {
-            "captum_ssm": captum_ssm.__version__,
-            "captum": captum.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(captum_ssm, captum, torch) | {"python": platform.python_version()},
     }
     name = f"digits-{args.removal}"
     path = args.output / f"{name}.json"
@@ -290,9 +287,7 @@ def main() -> None:
         method: {key: dataclasses.asdict(e) for key, e in row.items()}
         for method, row in results.items()
     }
-    args.output.mkdir(parents=True, exist_ok=True)
     record = {"about": about, "scores": scores, "layers": found}
-    path.write_text(json.dumps(record, indent=1) + "\n")
     text = [
         f"# Explanations of the digits model, removed patches {args.removal}",
         "",
@@ -317,7 +312,7 @@ def main() -> None:
         + (f" --limit {args.limit}`" if args.limit else "`"),
         "",
     ]
-    (args.output / f"{name}.md").write_text("\n".join(text))
+    write(args.output, name, record, "\n".join(text))
 
 
 if __name__ == "__main__":
