@@ -149,6 +149,8 @@ def test_test_files_are_named_after_what_they_test():
         if path.parent.name not in others and not names & (subjects | {path.parent.name}):
             lost.append(f"{path.parent.name}/{path.name}")
     assert lost == []
+    names = Counter(p.name for p in TESTS.glob("*/test_*.py") if p.parent.name != "fla")
+    assert [name for name, count in names.items() if count > 1] == []  # pytest imports by name
 
 
 def test_comments_and_docstrings_are_sentences_with_a_subject():
