@@ -41,10 +41,11 @@ def _load(name: str) -> ImportError | None:
 
 _FORCED_TORCH = os.environ.get("CAPTUM_SSM_PURE_TORCH", "0") not in ("", "0")
 _MISSING: ImportError | None = ImportError("CAPTUM_SSM_PURE_TORCH is set")
+_MISSING_CUDA: ImportError | None = None
 if not _FORCED_TORCH:
     _MISSING = _load("_C")
     if torch.version.cuda is not None:
-        _load("_C_cuda")
+        _MISSING_CUDA = _load("_C_cuda")
 _warned = False
 
 
@@ -63,7 +64,7 @@ def extension_report() -> str:
     """Whether the compiled CPU kernels are in use, why not, and what to do about it.
 
     Returns:
-        One to three sentences.
+        One to four sentences.
 
     Examples::
 
@@ -71,7 +72,14 @@ def extension_report() -> str:
         True
     """
     if _MISSING is None:
-        return f"compiled kernels: loaded from {sys.modules['captum_ssm._C'].__file__}."
+        here = f"compiled kernels: loaded from {sys.modules['captum_ssm._C'].__file__}."
+        if _MISSING_CUDA is None:
+            return here
+        return (
+            f"{here} On a GPU the PyTorch forms run: the CUDA kernels could not be loaded "
+            f"({_MISSING_CUDA}). They are built with captum_ssm where there is an nvcc of CUDA "
+            f"{torch.version.cuda}, as torch has it."
+        )
     if _FORCED_TORCH:
         return f"no compiled kernels: {_MISSING}."
     return f"no compiled kernels: {_reason(_MISSING)}"

@@ -76,3 +76,15 @@ def test_the_report_of_a_choice_and_of_kernels_that_are_there(package):
     )
     if kernels.extension_loaded():
         assert kernels.extension_report().startswith("compiled kernels: loaded from /")
+
+
+def test_kernels_for_cuda_that_are_missing_are_said(monkeypatch):
+    extension = sys.modules[kernels.extension_report.__module__]
+    monkeypatch.setattr(extension, "_MISSING", None)
+    monkeypatch.setitem(sys.modules, "captum_ssm._C", pytest)
+    monkeypatch.setattr(extension, "_MISSING_CUDA", ImportError("not built"))
+    said = kernels.extension_report()
+    assert said.startswith("compiled kernels: loaded from ")
+    assert (
+        "On a GPU the PyTorch forms run: the CUDA kernels could not be loaded (not built)" in said
+    )

@@ -217,6 +217,42 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
+# As with a torch for CUDA and no nvcc. Nothing is compiled: files of nothing stand for it.
+WITHOUT_NVCC = """
+import runpy, sys
+import setuptools.command.build_ext as commands
+import torch
+from torch.utils import cpp_extension
+
+def build(self, extension):
+    path = self.get_ext_fullpath(extension.name)
+    self.mkpath(path.rpartition("/")[0])
+    open(path, "w").close()
+
+torch.version.cuda, cpp_extension.CUDA_HOME = "13.0", sys.argv.pop(1)
+commands.build_ext.build_extension = build
+sys.argv[0] = "setup.py"
+print(runpy.run_path("setup.py", run_name="__main__")["architectures"]())
+"""
+
+
+def test_without_nvcc_the_kernels_for_the_cpu_are_built_alone(tmp_path):
+    out = ("build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path)
+    said = run(sys.executable, "-c", WITHOUT_NVCC, tmp_path, *out, cwd=ROOT)
+    assert "WITHOUT CUDA kernels: the build failed (nvcc not found at" in said
+    assert "WITHOUT compiled kernels" not in said
+    built = {path.name.partition(".")[0] for path in (tmp_path / "captum_ssm").iterdir()}
+    assert built == {"_C", "_C_allocator"}
+
+
+def test_kernels_are_compiled_for_all_gpus_where_none_is_seen(tmp_path):
+    arguments = (sys.executable, "-c", WITHOUT_NVCC, tmp_path, "--version")
+    said = run(*arguments, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
+    assert "['-arch=all-major']" in said.splitlines()
+    chosen = run(*arguments, cwd=ROOT, TORCH_CUDA_ARCH_LIST="9.0")
+    assert "[]" in chosen.splitlines()
+
+
 def test_an_isolated_build_compiles_with_the_torch_it_is_installed_beside(tmp_path):
     packages = Path(sysconfig.get_path("purelib"))
     for name in ("setuptools", "_distutils_hack"):
