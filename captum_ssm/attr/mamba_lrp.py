@@ -173,8 +173,8 @@ class MambaLRP(TokenAttribution):
         # The last segments end where the text ends.
         starts = [0, *range(tokens % segment or segment, tokens, segment)]
 
-        def asked(place: Callable[[int], int]) -> Arguments:
-            target, position = with_places(arguments.target, arguments.position, place)
+        def asked(move: Callable[[int], int]) -> Arguments:
+            target, position = with_places(arguments.target, arguments.position, move)
             return replace(arguments, target=target, position=position)
 
         last = asked(place_after(starts[-1], tokens))

@@ -269,17 +269,17 @@ class RelevanceFlow(MambaLRP):
 
     def _features(self, arguments: Arguments, readout: Readout) -> FeatureRelevance:
         keeping = partial(ActivationStandIns, blocks={readout.module})
-        stand_ins, frozen, kept, score = self._ran(arguments, keeping)
+        stand_ins, frozen, inside, score = self._ran(arguments, keeping)
         streams = stand_ins.streams
-        run = PropagatedRun.of(stand_ins, streams, kept, score, "lrp", retain_graph=False)
+        run = PropagatedRun.of(stand_ins, streams, inside, score, "lrp", retain_graph=False)
         with self._computing():
             return features_of(run, stand_ins, readout, frozen.layers, score)
 
     def _components(self, arguments: Arguments, formulation: str | None) -> Components:
-        stand_ins, frozen, kept, score = self._ran(arguments, DirectStandIns)
-        run = DirectRun.of(stand_ins, kept, score)
+        stand_ins, frozen, inside, score = self._ran(arguments, DirectStandIns)
+        run = DirectRun.of(stand_ins, inside, score)
         with self._computing():
-            layers = _layers(frozen, kept, run.coefficients, formulation or _natural(kept))
+            layers = _layers(frozen, inside, run.coefficients, formulation or _natural(inside))
             return components_of(run, layers, score)
 
     def in_changed_run(self, stand_ins: Callable[..., ActivationStandIns]) -> Self:
@@ -321,14 +321,14 @@ class RelevanceFlow(MambaLRP):
         def make(asked: Request) -> ActivationStandIns:  # once all mixers are known
             return self._stand_ins(asked, blocks_of(asked.module), rule)
 
-        stand_ins, frozen, kept, score = self._ran(arguments, make)
-        formulation = formulation or _natural(kept)
+        stand_ins, frozen, inside, score = self._ran(arguments, make)
+        formulation = formulation or _natural(inside)
         streams, is_whole = streams_of(stand_ins, score)
-        run = PropagatedRun.of(stand_ins, streams, kept, score, rule, retain_graph=balanced)
+        run = PropagatedRun.of(stand_ins, streams, inside, score, rule, retain_graph=balanced)
         relevance = of_inputs(frozen, stand_ins.of_inputs(run.relevance_at))
         with self._computing():
-            coefficients = coefficients_of(kept, run.coefficients_at)
-            layers = _layers(frozen, kept, coefficients, formulation)
+            coefficients = coefficients_of(inside, run.coefficients_at)
+            layers = _layers(frozen, inside, coefficients, formulation)
             nodes = nodes_of(streams, run.coefficient_at, frozen.layers[0].device)
         if balanced:
             nodes = with_ways(nodes, run, coefficients, layers, frozen.layers)
@@ -362,19 +362,19 @@ def _kept(stand_ins: ActivationStandIns, frozen: FrozenModel) -> list[Activation
     return [made if isinstance(made, Activations) else made.activations(x) for x, made in pairs]
 
 
-def _natural(kept: Sequence[Activations]) -> str:
+def _natural(inside: Sequence[Activations]) -> str:
     # The formulation in which the edges of one layer end where those of the next begin, if any.
-    return "hidden" if any(activations.mixer.has_token_shift for activations in kept) else "unified"
+    return "hidden" if any(each.mixer.has_token_shift for each in inside) else "unified"
 
 
 def _layers(
     frozen: FrozenModel,
-    kept: Sequence[Activations],
+    inside: Sequence[Activations],
     coefficients: Sequence[Activations],
     formulation: str,
 ) -> list[LayerEdges]:
     layers = [
         layer_edges(layer, activations, coefficient, formulation)
-        for layer, activations, coefficient in zip(frozen.layers, kept, coefficients, strict=True)
+        for layer, activations, coefficient in zip(frozen.layers, inside, coefficients, strict=True)
     ]
     return [moved(edges, edges.out.device, frozen.layers[0].device) for edges in layers]

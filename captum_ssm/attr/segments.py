@@ -199,14 +199,14 @@ class SegmentedRun:
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         # Relevance in one segment, its score, and the coefficients at what its mixers began with.
         request = with_leaves(self._of(k))
-        kept = self.bounds[k]
-        leaves = [past.of([x.detach().requires_grad_() for x in past.tensors]) for past in kept]
+        bounds = self.bounds[k]
+        leaves = [past.of([x.detach().requires_grad_() for x in past.tensors]) for past in bounds]
         stand_ins = SegmentStandIns(request, self.forms, leaves)
         begun = [x for past in leaves for x in past.tensors]
 
         def handing_on(recording: Recording) -> Tensor:
-            kept = [x for past in stand_ins.kept for x in past.tensors]
-            pairs = zip(kept, handed_on or [], strict=True)
+            states = [x for past in stand_ins.kept for x in past.tensors]
+            pairs = zip(states, handed_on or [], strict=True)
             return sum_of([(x * c).sum() for x, c in pairs if c is not None])
 
         with limited_graph(request.module, self.name):
@@ -230,14 +230,14 @@ class SegmentedRun:
         (relevance,) = stand_ins.of_inputs(relevance_of)
         return relevance.detach(), reached.detach(), coefficients
 
-    def _stored(self, k: int, kept: Sequence[Past]) -> list[Past]:
+    def _stored(self, k: int, pasts: Sequence[Past]) -> list[Past]:
         # In blocks that are there from the first boundary on: small tensors that stay between large
         # ones that are freed would keep malloc from using that memory for the next large ones.
-        tensors = [x for past in kept for x in past.tensors]
+        tensors = [x for past in pasts for x in past.tensors]
         if k == 0:
             self.blocks[:] = [x.new_empty(len(self.starts) - 1, *x.shape) for x in tensors]
-        places = iter([block[k].copy_(x) for block, x in zip(self.blocks, tensors, strict=True)])
-        return [past.of(list(islice(places, len(past.tensors)))) for past in kept]
+        stored = iter([block[k].copy_(x) for block, x in zip(self.blocks, tensors, strict=True)])
+        return [past.of(list(islice(stored, len(past.tensors)))) for past in pasts]
 
     def _of(self, k: int) -> Request:
         if k + 1 == len(self.starts):
@@ -303,11 +303,11 @@ def compare(run: SegmentedRun) -> None:
 def place_after(start: int, tokens: int) -> Callable[[int], int]:
     """From a position in a text to that in its last segment, which begins at ``start``."""
 
-    def move(place: int) -> int:
-        index = (place + tokens if place < 0 else place) - start
+    def move(position: int) -> int:
+        index = (position + tokens if position < 0 else position) - start
         if index < 0:
             raise InputError(
-                f"position {place} is not in the last segment, which begins at token {start}; "
+                f"position {position} is not in the last segment, which begins at token {start}; "
                 "expected one in it. Explain the text up to the position, or choose a longer "
                 "segment."
             )
@@ -319,10 +319,12 @@ def place_after(start: int, tokens: int) -> Callable[[int], int]:
 def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple[Any, Any]:
     """A target and a position, with every position in them moved."""
 
-    def moved(place: Any) -> Any:
-        if torch.is_tensor(place):
-            return torch.tensor([move(int(index)) for index in place.reshape(-1)]).view(place.shape)
-        return list(map(move, place)) if isinstance(place, (list, tuple)) else move(int(place))
+    def moved(positions: Any) -> Any:
+        if torch.is_tensor(positions):
+            indices = [move(int(index)) for index in positions.reshape(-1)]
+            return torch.tensor(indices).view(positions.shape)
+        is_several = isinstance(positions, (list, tuple))
+        return list(map(move, positions)) if is_several else move(int(positions))
 
     def pair(entry: Any) -> Any:
         return (

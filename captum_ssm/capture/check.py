@@ -329,8 +329,8 @@ def _state_of(module: nn.Module) -> Any:
         + (tuple(part._forward_hooks), tuple(part._forward_pre_hooks))
         for part in module.modules()
     ]
-    places = [address(x) for x in (*module.parameters(), *module.buffers())]
-    return parts, places, fingerprint(module)
+    addresses = [address(x) for x in (*module.parameters(), *module.buffers())]
+    return parts, addresses, fingerprint(module)
 
 
 def is_padded_left(mask: Tensor | None) -> bool:
@@ -345,8 +345,8 @@ def warn_if_padding_is_read(
     if mask is None or not is_padded_left(mask):
         return
     mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
-    read = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)
-    written = mixer.inputs.abs().amax(-1) * read.abs()
+    weights = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)
+    written = mixer.inputs.abs().amax(-1) * weights.abs()
     if bool((written > 0).any()):
         warnings.warn(
             f"{name} ({type(call.module).__name__}) reads the padding on the left: this model "

@@ -267,8 +267,8 @@ def _check_begun(recording: Recording, substitution: FrozenStandIns | None) -> N
     if begun is not None:
         _check_all_begun(recording.calls, begun)
     # A window drops tokens.
-    kept = [c for c in recording.calls if getattr(c.module, "sliding_window", None) is None]
-    counts = (c.past.tokens for c in kept if c.past is not None)
+    calls = [c for c in recording.calls if getattr(c.module, "sliding_window", None) is None]
+    counts = (c.past.tokens for c in calls if c.past is not None)
     before = {n for n in counts if n is not None}
     mask = recording.arguments.get("attention_mask")
     if len(before) > 1 or (before and torch.is_tensor(mask)):

@@ -134,9 +134,9 @@ class FrozenCall:
         if self.check and self.made is None:
             deviation = Deviation.of(call, Rebuilt.of(mixer, call))
             check_reconstruction(self.name, call, deviation, self.mask)
-        for kept in (call.linears, call.scans):
-            if kept is not None:
-                kept.forget()
+        for values in (call.linears, call.scans):
+            if values is not None:
+                values.forget()
         warn_if_padding_is_read(self.name, call, mixer, self.mask)
         warn_of_shift(call, mixer)
         self.is_new = False

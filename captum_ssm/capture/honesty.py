@@ -158,11 +158,11 @@ def look_for_hidden(
 def _look_before_the_output(
     request: Request, structure: frozenset[Any], operations: frozenset[Any]
 ) -> Hidden | None:
-    known, place = known_of(request.module), ("before the output", structure)
-    if place in known.honest or _is_of_inference(request):
+    known, key = known_of(request.module), ("before the output", structure)
+    if key in known.honest or _is_of_inference(request):
         return None
     hidden = _found(request, operations, with_output=False)
-    known.honest |= frozenset() if hidden else {place}
+    known.honest |= frozenset() if hidden else {key}
     return hidden
 
 

@@ -86,8 +86,8 @@ def _states(model: nn.Module) -> list[Any]:
         states += [_bytes(state) for state in torch.cuda.get_rng_state_all()]
     for module in model.modules():
         # isinstance() of a torch.Generator takes ten times as long.
-        kept = [v for v in vars(module).values() if issubclass(type(v), _GENERATORS)]
-        states += map(_state, kept)
+        generators = [v for v in vars(module).values() if issubclass(type(v), _GENERATORS)]
+        states += map(_state, generators)
     return states
 
 

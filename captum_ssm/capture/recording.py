@@ -194,7 +194,7 @@ class Recording:
         # by order. None for what it reads past as well, such as an MLP's norm, or through an MLP.
         # Norms and soft caps in between count as constants, as in MambaLRP. And the functions in
         # between that there is no rule for.
-        root, last = Point.of(target, None), self.calls[-1].order
+        later, last = Point.of(target, None), self.calls[-1].order
         reading: dict[int, Tensor | None] = {}
         unruled: set[str] = set()
         for call in self.others:
@@ -204,13 +204,13 @@ class Recording:
             if not (tokens.requires_grad and call.output.requires_grad):
                 continue
             output = Point.of(call.output)
-            is_past = is_read_past(root, Point.of(tokens), output)
-            if is_past or goes_through_activation(root.edge.node, output.edge.node):
+            is_past = is_read_past(later, Point.of(tokens), output)
+            if is_past or goes_through_activation(later.edge.node, output.edge.node):
                 reading[call.order] = None
                 continue
-            with ruled([root.edge.node], [output.edge.node]) as carries:
+            with ruled([later.edge.node], [output.edge.node]) as carries:
                 reading[call.order] = None  # a probability
-                if carries[root.edge.node]:
+                if carries[later.edge.node]:
                     (gradient,) = gradients_at([call.output], target, retain_graph=True)
                     reading[call.order] = gradient
                     unruled.update(without_rule(carries))

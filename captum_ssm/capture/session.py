@@ -151,14 +151,14 @@ def traced(
         if looks.refused:
             raise looks.refused[0]
         interleaver.check_dangling_mediators()
-    return result, looks.kept, root_visits
+    return result, looks.recorded, root_visits
 
 
 @dataclass
 class _Looked:
     # What was kept of the calls that were looked at, and what looking at them raised.
     visits: Visits
-    kept: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
+    recorded: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     refused: list[Exception] = field(default_factory=list)
 
     def __call__(self, envoy: Envoy) -> None:
@@ -176,7 +176,7 @@ class _Looked:
         if passed is not result:
             envoy.output = passed
         if value is not None:
-            self.kept.append((module, inputs, value))
+            self.recorded.append((module, inputs, value))
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

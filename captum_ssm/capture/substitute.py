@@ -215,17 +215,17 @@ class FrozenStandIns:
         # Only the form of the result is asked for; its numbers would be held for nothing.
         result = map_tensors(lambda x: x.new_zeros(()).expand(x.shape), call.result)
         call = replace(call, result=result)
-        kept = [] if call.past is None else call.past.tensors
-        map_tensors(collect, (call.args, call.kwargs, kept))
-        places = {id(x): k for k, x in enumerate(inputs)}
+        states = [] if call.past is None else call.past.tensors
+        map_tensors(collect, (call.args, call.kwargs, states))
+        numbers = {id(x): k for k, x in enumerate(inputs)}
 
         def pull(gradient: Tensor) -> Sequence[Tensor | None]:
             leaves = [x.detach().requires_grad_() for x in inputs]
 
             def leaf_of(x: Tensor) -> Tensor:
-                return leaves[places[id(x)]] if id(x) in places else x
+                return leaves[numbers[id(x)]] if id(x) in numbers else x
 
-            args, kwargs, past = map_tensors(leaf_of, (call.args, call.kwargs, kept))
+            args, kwargs, past = map_tensors(leaf_of, (call.args, call.kwargs, states))
             again = replace(call, args=args, kwargs=kwargs)
             if call.past is not None:
                 again = replace(again, past=call.past.of(past))

@@ -186,8 +186,8 @@ def one_query(
                 "attention_mask marks the tokens that can be asked."
             )
     elif mask is not None:
-        places = torch.arange(L, device=device)
-        index = torch.where(mask, places, -1).amax(1)
+        positions = torch.arange(L, device=device)
+        index = torch.where(mask, positions, -1).amax(1)
     else:
         index = torch.full((B,), L - 1, device=device)
     return nn.functional.one_hot(index, L)
@@ -198,12 +198,12 @@ def names_entry(recording: Recording, target: Any, position: Any) -> bool:
 
     The token that an entry is read at is named by an output that holds one row per token.
     """
-    named = target if isinstance(target, list) else [target]
+    entries = target if isinstance(target, list) else [target]
     if recording.score is not None or position is not None:
         return False
-    if not named or not all(isinstance(entry, tuple) for entry in named):
+    if not entries or not all(isinstance(entry, tuple) for entry in entries):
         return False
-    is_row = _is_tokens(recording) and all(len(entry) == 2 for entry in named)
+    is_row = _is_tokens(recording) and all(len(entry) == 2 for entry in entries)
     return extract_logits(recording.output).dim() > 2 and not is_row
 
 
@@ -238,12 +238,12 @@ def _split_target(
             f"target is {target!r}, which names the position, and position={position!r} was "
             "given too; give one of them."
         )
-    places, tokens = ([as_index(x) for x in side] for side in zip(*pairs, strict=True))
-    if None in places or None in tokens:
+    positions, tokens = ([as_index(x) for x in side] for side in zip(*pairs, strict=True))
+    if None in positions or None in tokens:
         raise TargetError(
             f"target is {target!r}; expected a tuple (position, token) of two integers."
         )
-    return tokens, torch.tensor(places)
+    return tokens, torch.tensor(positions)
 
 
 def _check_count(count: int, batch: int) -> None:
@@ -300,11 +300,11 @@ def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
 
 def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tensor:
     # The score of the other target, at the target's token unless it names one of its own.
-    answer, place = _split_target(recording, asked.target, position)
+    answer, answer_position = _split_target(recording, asked.target, position)
     foil, foil_position = _split_target(recording, asked.foil, None)
-    foil_position = place if foil_position is None else foil_position
+    foil_position = answer_position if foil_position is None else foil_position
     score = read_score(recording, foil, foil_position)
-    if _is_any_same(answer, foil) and _is_any_same(place, foil_position):
+    if _is_any_same(answer, foil) and _is_any_same(answer_position, foil_position):
         raise TargetError(
             f"against is the target in an example: {asked.foil!r} and {asked.target!r}; expected "
             "another answer."

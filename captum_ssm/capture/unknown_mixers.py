@@ -61,11 +61,11 @@ def find_namesakes(request: Request) -> None:
     Args:
         request (Request): what to run.
     """
-    named = [module for _, module in find_mixers(request.module) if may_be_namesake(module)]
-    if not named:
+    candidates = [module for _, module in find_mixers(request.module) if may_be_namesake(module)]
+    if not candidates:
         return
     alike: dict[str, set[nn.Module]] = {}
-    for module in named:
+    for module in candidates:
         alike.setdefault(look_of(module), set()).add(module)
     # The run that is explained warns by itself.
     with quiet(), on_thrown_away(request) as (of_copies, copies):
@@ -73,7 +73,7 @@ def find_namesakes(request: Request) -> None:
         unlike = {m for look, call in calls.items() if not _is_like(call) for m in alike[look]}
         if unlike:
             _find_others(unlike, copies, of_copies.run)
-    for module in named:
+    for module in candidates:
         known_of(module).is_of_its_name = module not in unlike
 
 

@@ -136,8 +136,8 @@ class Visits:
             if module is self.table:
                 self.filled.embedded(first_of(value))
             if visit is not None and not (is_mixer or is_table(module)):
-                kept = tensors_in((visit.args, visit.kwargs, visit.result))
-                self.versions += [(x, version_of(x)) for x in kept]
+                tensors = tensors_in((visit.args, visit.kwargs, visit.result))
+                self.versions += [(x, version_of(x)) for x in tensors]
                 value = map_tensors(Tensor.clone, value) if copies_are_kept() else value
             return visit, replace(call, result=value).own[2]
 

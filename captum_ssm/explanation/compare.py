@@ -30,8 +30,8 @@ def difference(a: Example, b: Example) -> Example:
             "tokens, image or series. Explain both with the same target."
         )
     theirs = {_key(row): row.index for row in rows_of(b)}
-    kept = [(row.index, theirs[_key(row)]) for row in rows_of(a) if _key(row) in theirs]
-    new = {mine: i for i, (mine, _) in enumerate(kept)}
+    shared = [(row.index, theirs[_key(row)]) for row in rows_of(a) if _key(row) in theirs]
+    new = {mine: i for i, (mine, _) in enumerate(shared)}
     for output in a.outputs:
         if output.answers[output.chosen].row not in new:
             raise ValueError(
@@ -39,7 +39,7 @@ def difference(a: Example, b: Example) -> Example:
                 f"token {output.position} of {a.name!r}; expected the same answers in both. "
                 "Explain both with the same target."
             )
-    mine, other = [i for i, _ in kept], [j for _, j in kept]
+    mine, other = [i for i, _ in shared], [j for _, j in shared]
     return replace(
         a,
         outputs=tuple(_renumbered(output, new) for output in a.outputs),

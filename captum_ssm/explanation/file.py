@@ -102,7 +102,7 @@ def load(path: str | Path) -> dict[str, Any]:
     expected = f"expected a file that Explanation.save wrote, of format {FORMAT}/{VERSION}"
     shown = printable(str(path))
     try:
-        held = json.loads(
+        data = json.loads(
             path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
         )
     except RecursionError:
@@ -111,7 +111,7 @@ def load(path: str | Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{shown} is not JSON ({printable(str(error))}); {expected}.") from error
-    name = held.get("format") if isinstance(held, dict) else None
+    name = data.get("format") if isinstance(data, dict) else None
     if not str(name).startswith(f"{FORMAT}/"):
         raise ValueError(f"{shown} has the format {name!r}; {expected}.")
     if name != f"{FORMAT}/{VERSION}":
@@ -120,7 +120,7 @@ def load(path: str | Path) -> dict[str, Any]:
             f"{expected}. Open it with the version that wrote it."
         )
     try:
-        return _fields(path, held)
+        return _fields(path, data)
     except Damaged as error:
         raise ValueError(
             f"{shown} is damaged: {error}. It is not as Explanation.save wrote it: save the "
@@ -135,12 +135,12 @@ def _finite(text: str) -> float:
     return value
 
 
-def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
-    methods = read(tuple[Method, ...], held.get("methods"), "methods")
+def _fields(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    methods = read(tuple[Method, ...], data.get("methods"), "methods")
     names = [method.name for method in methods]
     if not names or not all(map(str.isprintable, names)) or len(set(names)) < len(names):
         raise Damaged("methods", names, "one or more, each of a name of its own")
-    examples = read(tuple[Any, ...], held.get("examples"), "examples")
+    examples = read(tuple[Any, ...], data.get("examples"), "examples")
     if not examples:
         raise Damaged("examples", examples, "one or more")
     _put_maps(path, examples)
@@ -149,7 +149,7 @@ def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
         check_circuits(explained, f"examples[{i}]")
     kinds: dict[str, Any] = {"title": str, "model": str}
     kinds |= {"settings": Mapping[str, Any], "versions": Mapping[str, str]}
-    told = {name: read(kind, held.get(name), name) for name, kind in kinds.items()}
+    told = {name: read(kind, data.get(name), name) for name, kind in kinds.items()}
     return {**told, "methods": methods, "examples": read_examples}
 
 

@@ -46,11 +46,11 @@ class Turns:
 
     def spans(self, tokens: Sequence[Token], prompt: int) -> tuple[Span, ...]:
         """Turns, and what the template puts between them; the answer begins at ``prompt``."""
-        held = (
+        of_turns = (
             (turn.name for turn in self.before if belongs(token, turn.start, turn.end))
             for token in tokens[:prompt]
         )
-        names = [next(turns, TEMPLATE) for turns in held]
+        names = [next(turns, TEMPLATE) for turns in of_turns]
         return _runs([*names, *[self.answer] * (len(tokens) - prompt)])
 
     def title(self, text: str) -> str:
@@ -150,12 +150,12 @@ def with_pictures(
     """
     parts = _runs([TEXT if k is None else pictures[k].name for k in owners(pictures, L)])
     of_pictures = [part for part in parts if part.name != TEXT]
-    held = {k for part in of_pictures for k in range(part.first, part.end)}
+    covered = {k for part in of_pictures for k in range(part.first, part.end)}
     by_unit = {}
     for unit, spans in units.items():
         divided = within(spans, parts)
         if unit != "word":
-            divided = (*(span for span in divided if span.first not in held), *of_pictures)
+            divided = (*(span for span in divided if span.first not in covered), *of_pictures)
         by_unit[unit] = tuple(sorted(divided, key=lambda span: span.first))
     return {**by_unit, "modality": parts}
 

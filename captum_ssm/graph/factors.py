@@ -29,56 +29,57 @@ def before_casts(point: Point) -> Point:
     return replace(point, edge=edge, dtype=form.dtype, device=form.device)
 
 
-def is_kept(root: Point, leaf: Point) -> bool:
-    """Whether a leaf is in a root as it is, in a sum: by a way that passes sums and views alone."""
+def is_kept(later: Point, earlier: Point) -> bool:
+    """Whether a tensor holds an earlier one as it is, by a way that passes sums and views alone."""
 
     def keeps(edge: GradientEdge) -> bool:
         name = edge.node.name()
         return name.startswith(KEEPING) and getattr(edge.node, "_saved_alpha", 1) == 1
 
-    at = leaf.edge.node, leaf.edge.output_nr
-    if (root.edge.node, root.edge.output_nr) == at:
+    at = earlier.edge.node, earlier.edge.output_nr
+    if (later.edge.node, later.edge.output_nr) == at:
         return True
-    before = edges_before(root.edge.node, (), keeps) if keeps(root.edge) else ()
+    before = edges_before(later.edge.node, (), keeps) if keeps(later.edge) else ()
     return any((edge.node, edge.output_nr) == at for _, edge in before)
 
 
-# The order of one example's tokens, (L,), in each leaf: which of the root's each is; None for its.
+# The order of one example's tokens, (L,), in each earlier tensor: which of the later one's each is;
+# None for the order of the later one.
 TokenOrders = Sequence[Tensor | None]
 
 
 def factors(
-    root: Point, leaves: Sequence[Point], orders: TokenOrders | None = None
+    later: Point, earlier: Sequence[Point], orders: TokenOrders | None = None
 ) -> list[Tensor | None]:
-    """What earlier tensors of its shape are multiplied by in a root, entry by entry.
+    """What earlier tensors of its shape are multiplied by in a later one, entry by entry.
 
     Ways through a matrix do not count, as those of an MLP, and the rest obeys the rules: norms and
     gates are constants. The graph is kept.
 
     Args:
-        root (Point): the later tensor.
-        leaves (sequence of Point): earlier ones.
-        orders (sequence of Tensor, optional): by leaf, ``(L,)``: token t is this one of the root's
-            example; None for the same. Default: None, the same for all
+        later (Point): the later tensor.
+        earlier (sequence of Point): earlier ones.
+        orders (sequence of Tensor, optional): by earlier tensor, ``(L,)``: token t is this one of
+            the later one's example; None for the same. Default: None, the same for all
 
     Returns:
-        list of Tensor: by leaf; ``(E,)`` where it is the same for all tokens. None where it is no
-        factor, as by a matrix or a layer norm, or the root does not depend on the leaf.
+        list of Tensor: by earlier tensor; ``(E,)`` where it is the same for all tokens. None where
+        it is not a factor, as by a matrix or a layer norm, or nothing depends on the tensor.
     """
-    nodes = [leaf.edge.node for leaf in leaves]
-    between = nodes_before([root.edge.node], nodes).difference(nodes)
+    nodes = [point.edge.node for point in earlier]
+    between = nodes_before([later.edge.node], nodes).difference(nodes)
     matrices = [GradientEdge(node, 0) for node in between if kind_of(node) in MATRICES]
-    ones, noise = torch.ones_like(root.noise()), root.noise()
-    with torch.inference_mode(False), torch.enable_grad(), ruled([root.edge.node], nodes):
-        whole = _gradients(root, noise, leaves, orders)
+    ones, noise = torch.ones_like(later.noise()), later.noise()
+    with torch.inference_mode(False), torch.enable_grad(), ruled([later.edge.node], nodes):
+        whole = _gradients(later, noise, earlier, orders)
         with closed(matrices):
-            by_seed = [_gradients(root, seed, leaves, orders) for seed in (ones, noise)]
+            by_seed = [_gradients(later, seed, earlier, orders) for seed in (ones, noise)]
     sides = zip(whole, *by_seed, strict=True)
-    return [_factor(root, noise, *sides_of) for sides_of in sides]
+    return [_factor(later, noise, *sides_of) for sides_of in sides]
 
 
 def _factor(
-    root: Point, noise: Tensor, whole: Tensor | None, g: Tensor | None, moved: Tensor | None
+    later: Point, noise: Tensor, whole: Tensor | None, g: Tensor | None, moved: Tensor | None
 ) -> Tensor | None:
     if whole is None or g is None or moved is None or g.shape != noise.shape:
         return None
@@ -87,44 +88,44 @@ def _factor(
     if is_closed or not bool((moved - g * noise).norm() <= rounding * moved.norm()):
         return None
     is_same = bool((g - g[:1]).norm() <= rounding * g.norm())
-    return g[0] if is_same else root.unflat(g)
+    return g[0] if is_same else later.unflat(g)
 
 
 def projections(
-    root: Point, leaves: Sequence[Point], orders: TokenOrders | None = None
+    later: Point, earlier: Sequence[Point], orders: TokenOrders | None = None
 ) -> list[Tensor | None]:
-    """The matrix by which each token of earlier tensors enters the one in its place in a root.
+    """The matrix by which each token of earlier tensors enters the same token of a later one.
 
     All ways count, and obey the rules: norms and gates are constants. The graph is kept. The
     arguments are those of :func:`factors`.
 
     Returns:
-        list of Tensor: by leaf, ``(E_root, E_leaf)``. None where it is not the same for all tokens,
-        or tokens read others.
+        list of Tensor: by earlier tensor, ``(E_later, E_earlier)``. None where it is not the same
+        for all tokens, or tokens read others.
     """
-    nodes, noise = [leaf.edge.node for leaf in leaves], root.noise()
+    nodes, noise = [point.edge.node for point in earlier], later.noise()
     T, E = noise.shape
-    matrices = [noise.new_zeros(E, leaf.width) for leaf in leaves]
-    with torch.inference_mode(False), torch.enable_grad(), ruled([root.edge.node], nodes):
+    matrices = [noise.new_zeros(E, point.width) for point in earlier]
+    with torch.inference_mode(False), torch.enable_grad(), ruled([later.edge.node], nodes):
         # A channel per token: one pass for as many channels as there are tokens.
         for channels in torch.arange(E, device=noise.device).split(T):
             seed = torch.zeros_like(noise)
             tokens = torch.arange(len(channels), device=noise.device)
             seed[tokens, channels] = 1
-            pulled = _gradients(root, seed, leaves, orders)
+            pulled = _gradients(later, seed, earlier, orders)
             for matrix, g in zip(matrices, pulled, strict=True):
                 if g is not None and len(g) == T:
                     matrix[channels] = g[tokens]
-        whole = _gradients(root, noise, leaves, orders)
+        whole = _gradients(later, noise, earlier, orders)
     sides = zip(matrices, whole, strict=True)
     return [matrix if _is_product(noise, matrix, g) else None for matrix, g in sides]
 
 
 def _gradients(
-    root: Point, seed: Tensor, leaves: Sequence[Point], orders: TokenOrders | None
+    later: Point, seed: Tensor, earlier: Sequence[Point], orders: TokenOrders | None
 ) -> list[Tensor | None]:
-    # The gradients at the leaves, (T, E) each, with the tokens in the root's order.
-    pulled = gradients([root], [seed], leaves)
+    # The gradients at the earlier tensors, (T, E) each, with the tokens in the later one's order.
+    pulled = gradients([later], [seed], earlier)
     for k, (g, order) in enumerate(zip(pulled, orders or [None] * len(pulled), strict=True)):
         if g is not None and order is not None:
             back = torch.argsort(order).to(g.device)

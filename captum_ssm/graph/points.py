@@ -1,7 +1,7 @@
 """What lies between two points of an autograd graph: which token reads which, and how strongly.
 
-A point is a tensor of tokens that a run left in its graph. Gradients put in at one point (the
-root) and read at an earlier one (the leaf) say how the root's tokens depend on the leaf's. Where a
+A point is a tensor of tokens that a run left in its graph. Gradients put in at one point
+and read at an earlier one say how the later point's tokens depend on the earlier one's. Where a
 token is not read its gradient is exactly zero, in half precision too; this is what the measurements
 here rest on. Tokens are all axes but that of the channels, flattened: the patches of an image, or
 windows that lie in the batch.
@@ -117,60 +117,61 @@ class Point:
 
 
 def gradients(
-    roots: Sequence[Point], seeds: Sequence[Tensor], leaves: Sequence[Point]
+    later: Sequence[Point], seeds: Sequence[Tensor], earlier: Sequence[Point]
 ) -> list[Tensor | None]:
-    """The gradients at ``leaves``, ``(T, E)`` each, of ``seeds (T, E)`` put in at ``roots``.
+    """The gradients at ``earlier``, ``(T, E)`` each, of ``seeds (T, E)`` put in at ``later``.
 
-    None for a leaf that no root depends on. The graph is kept.
+    None for an earlier point that no later one depends on. The graph is kept.
     """
     pulled = torch.autograd.grad(
-        [root.edge for root in roots],
-        [leaf.edge for leaf in leaves],
-        [root.unflat(seed) for root, seed in zip(roots, seeds, strict=True)],
+        [point.edge for point in later],
+        [point.edge for point in earlier],
+        [point.unflat(seed) for point, seed in zip(later, seeds, strict=True)],
         retain_graph=True,
         allow_unused=True,
     )
-    return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, pulled, strict=True)]
+    return [None if g is None else point.flat(g) for point, g in zip(earlier, pulled, strict=True)]
 
 
 def visit_gradients(
-    roots: Sequence[Point],
+    later: Sequence[Point],
     seeds: Sequence[Callable[[], Tensor]],
-    leaves: Sequence[Point],
+    earlier: Sequence[Point],
     visit: Callable[[int, Tensor], None],
 ) -> None:
     """Show the gradients of :func:`gradients` one by one, each gone before the next is made.
 
     All seeds and gradients of a deep model on a long input take more memory than its graph. The
-    graph is kept. ``visit`` takes the number of a leaf, which is not where the graph starts, and
-    the gradient there, ``(T, E)``.
+    graph is kept. ``visit`` takes the number of an earlier point, which is not where the graph
+    starts, and the gradient there, ``(T, E)``.
     """
     before = [
         GradientEdge(node, k)
-        for leaf in leaves
-        for node, k in leaf.edge.node.next_functions
+        for point in earlier
+        for node, k in point.edge.node.next_functions
         if node is not None
     ]
     nothing = [
-        torch.zeros((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots
+        torch.zeros((), dtype=point.dtype, device=point.device).expand(point.shape)
+        for point in later
     ]
 
-    def put(root: Point, seed: Callable[[], Tensor], gradient: Tensor | None) -> Tensor:
-        added = root.unflat(seed())
+    def put(point: Point, seed: Callable[[], Tensor], gradient: Tensor | None) -> Tensor:
+        added = point.unflat(seed())
         return added if gradient is None else gradient + added
 
-    def look(i: int, leaf: Point, gradient: Tensor | None) -> Tensor | None:
+    def look(i: int, point: Point, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None:
-            visit(i, leaf.flat(gradient))
+            visit(i, point.flat(gradient))
         return gradient
 
     with ExitStack() as stack:
-        for root, seed in zip(roots, seeds, strict=True):
-            stack.enter_context(passing(root.edge, partial(put, root, seed)))
-        for i, leaf in enumerate(leaves):
-            stack.enter_context(passing(leaf.edge, partial(look, i, leaf)))
+        for point, seed in zip(later, seeds, strict=True):
+            stack.enter_context(passing(point.edge, partial(put, point, seed)))
+        for i, point in enumerate(earlier):
+            stack.enter_context(passing(point.edge, partial(look, i, point)))
         torch.autograd.grad(
-            [root.edge for root in roots], before, nothing, retain_graph=True, allow_unused=True
+            [point.edge for point in later], before, nothing, retain_graph=True, allow_unused=True
         )
 
 

@@ -17,23 +17,24 @@ VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Per
 KEEPING = ("Add", *VIEWS)
 
 
-def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
-    """The leaves that each root depends on, read off the graph without a backward pass.
+def dependencies(later: Sequence[Point | None], earlier: Sequence[Point]) -> list[frozenset[int]]:
+    """The earlier points that each later one depends on, without a backward pass.
 
-    Leaves before another leaf count too. A root that is None depends on nothing.
+    Those before another earlier point count too. A later point that is None depends on nothing.
     """
-    bits = {leaf.edge.node: 1 << i for i, leaf in enumerate(leaves)}
+    bits = {point.edge.node: 1 << i for i, point in enumerate(earlier)}
     known: dict[Node, int] = {}
-    add_bits([root.edge.node for root in roots if root is not None], bits, known)
+    add_bits([point.edge.node for point in later if point is not None], bits, known)
     return [
-        frozenset() if root is None else frozenset(members(known[root.edge.node])) for root in roots
+        frozenset() if point is None else frozenset(members(known[point.edge.node]))
+        for point in later
     ]
 
 
-def add_bits(roots: Iterable[Node], bits: Mapping[Node, int], known: dict[Node, int]) -> None:
-    """Add to what is ``known`` by node, for all nodes before the roots, the bits they depend on."""
-    for root in roots:
-        stack = [root]
+def add_bits(later: Iterable[Node], bits: Mapping[Node, int], known: dict[Node, int]) -> None:
+    """Add to what is ``known`` by node, for all nodes up to later ones, the bits they depend on."""
+    for start in later:
+        stack = [start]
         before: dict[Node, list[Node]] = {}  # of the nodes on the stack: slow to ask for
         while stack:
             node = stack[-1]
@@ -55,36 +56,38 @@ def members(bits: int) -> Iterator[int]:
     return (i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
-def is_read_past(root: Point, leaf: Point, *between: Point) -> bool:
-    """Whether a root depends on a leaf by another way too than through points between them."""
-    return leaf.edge.node in nodes_before([root.edge.node], {point.edge.node for point in between})
+def is_read_past(later: Point, earlier: Point, *between: Point) -> bool:
+    """Whether one point depends on another by another way too than through points between them."""
+    return earlier.edge.node in nodes_before(
+        [later.edge.node], {point.edge.node for point in between}
+    )
 
 
-def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[GradientEdge]:
-    """The tensors that all ways from some roots to some leaves pass, the earliest first.
+def meetings(later: Sequence[Point], earlier: Sequence[Point]) -> Iterator[GradientEdge]:
+    """The tensors that all ways from later points to earlier ones pass, the earliest first.
 
-    The roots and the leaves themselves are left out.
+    These points themselves are left out.
     """
-    ends = {leaf.edge.node for leaf in leaves}
+    ends = {point.edge.node for point in earlier}
     known = dict.fromkeys(ends, 1)
-    add_bits([root.edge.node for root in roots], {}, known)
+    add_bits([point.edge.node for point in later], {}, known)
     # Earlier ones first.
     nodes = [node for node, bits in known.items() if bits and node not in ends]
-    ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the leaves
+    ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the earlier points
     for node in nodes:
-        ways[node] = sum(ways.get(earlier, 0) for earlier, _ in node.next_functions)
-    starts = [root.edge.node for root in roots if root.edge.node in ways]
+        ways[node] = sum(ways.get(before, 0) for before, _ in node.next_functions)
+    starts = [point.edge.node for point in later if point.edge.node in ways]
     total = sum(ways[node] for node in starts)
-    # From the roots, by node, and by which of the tensors that it returned: -1 to begin with.
+    # From the later points, by node, and by which of its results: -1 to begin with.
     arriving = {node: dict[int, int]() for node in nodes}
     for node in starts:
         if node in arriving:
             arriving[node][-1] = 1 + arriving[node].get(-1, 0)
     for node in reversed(nodes):
         count = sum(arriving[node].values())
-        for earlier, output in node.next_functions:
-            if earlier is not None and earlier in arriving:
-                arriving[earlier][output] = count + arriving[earlier].get(output, 0)
+        for before, output in node.next_functions:
+            if before is not None and before in arriving:
+                arriving[before][output] = count + arriving[before].get(output, 0)
     for node in nodes:
         for output, count in arriving[node].items():
             # What as many ways pass as there are, all do.
@@ -93,15 +96,15 @@ def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[Gradie
 
 
 def edges_before(
-    root: Node,
+    later: Node,
     ends: Collection[Node] = (),
     enters: Callable[[GradientEdge], bool] = lambda edge: True,
 ) -> Iterator[tuple[Node, GradientEdge]]:
-    """The nodes from a root to the ends, each with each of its inputs.
+    """The nodes from a later one to the ends, each with each of its inputs.
 
     What is before an input is looked at only where the input is entered.
     """
-    seen, stack = set(ends), [root]
+    seen, stack = set(ends), [later]
     while stack:
         node = stack.pop()
         if node in seen:
@@ -113,14 +116,14 @@ def edges_before(
                 stack.append(edge.node)
 
 
-def reaches_by_sums(root: Node, start: Node, ends: Collection[Node]) -> bool:
+def reaches_by_sums(later: Node, start: Node, ends: Collection[Node]) -> bool:
     """Whether a way from a node back to one of the ends passes no product with another tensor."""
 
     def is_alone(edge: GradientEdge) -> bool:
         return not is_product(edge.node)
 
-    first = GradientEdge(root, 0)
-    return is_alone(first) and any(e.node is start for _, e in edges_before(root, ends, is_alone))
+    first = GradientEdge(later, 0)
+    return is_alone(first) and any(e.node is start for _, e in edges_before(later, ends, is_alone))
 
 
 def is_product(node: Node) -> bool:
@@ -133,10 +136,10 @@ def inputs_of(node: Node) -> Iterator[GradientEdge]:
     return (GradientEdge(n, output) for n, output in node.next_functions if n is not None)
 
 
-def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:
+def nodes_before(later: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:
     """Some nodes and those that they depend on; the ends too, but not what is before these."""
     seen: set[Node] = set()
-    stack = list(roots)
+    stack = list(later)
     while stack:
         node = stack.pop()
         if node not in seen:
@@ -146,17 +149,17 @@ def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node
     return seen
 
 
-def is_closed(root: Tensor, tensors: Collection[Tensor], parameters: Collection[int]) -> bool:
+def is_closed(later: Tensor, tensors: Collection[Tensor], parameters: Collection[int]) -> bool:
     """Whether a tensor depends on some tensors, and else on nothing but some parameters."""
     ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, tensors)}
     stops = {node for node, _ in ends}
-    start = get_gradient_edge(root).node
+    start = get_gradient_edge(later).node
     for _, edge in edges_before(start, (), lambda edge: edge.node not in stops):
-        leaf = getattr(edge.node, "variable", None)
+        variable = getattr(edge.node, "variable", None)
         if edge.node in stops:
             if (edge.node, edge.output_nr) not in ends:
                 return False
-        elif leaf is not None and id(leaf) not in parameters:
+        elif variable is not None and id(variable) not in parameters:
             return False
     return True
 

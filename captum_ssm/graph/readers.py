@@ -11,42 +11,42 @@ from captum_ssm.graph.points import Point, gradients
 
 
 def readers(
-    root: Point,
-    leaf: Point,
+    later: Point,
+    earlier: Point,
     channels: Tensor | None = None,
     *,
     tokens: Tensor | None = None,
     labels: Tensor | None = None,
 ) -> Tensor | None:
-    """The token of ``root`` that reads each token of ``leaf``, ``(T,)`` int64; -1 for none.
+    """The token of ``later`` that reads each token of ``earlier``, ``(T,)`` int64; -1 for none.
 
-    None where several root tokens read one leaf token. Two backward passes: seeded with random
+    None where several later tokens read one earlier token. Two backward passes: seeded with random
     vectors :math:`r_t`, then with :math:`c_t r_t` for known numbers :math:`c_t`, the gradient at a
-    token that only root token t reads is multiplied by exactly :math:`c_t`. Where several read it,
+    token that only later token t reads is multiplied by exactly :math:`c_t`. Where several read it,
     the two gradients are not parallel. Where that is not clear, and in half precision, where the
     factors are too coarse, it is :func:`readers_by_bits`.
 
     Args:
-        root (Point): where gradients are put in.
-        leaf (Point): where they are read.
-        channels (Tensor, optional): the channels of the root to look at. Default: None
-        tokens (Tensor, optional): the tokens of the root to look at. Default: None
-        labels (Tensor, optional): a number below T for each token of the root, returned in its
-            place; tokens with the same number count as one. Default: None
+        later (Point): where gradients are put in.
+        earlier (Point): where they are read.
+        channels (Tensor, optional): the later channels to look at. Default: None
+        tokens (Tensor, optional): the later tokens to look at. Default: None
+        labels (Tensor, optional): a number below T for each later token, returned in place of its
+            position; tokens with the same number count as one. Default: None
     """
-    if min(torch.finfo(p.dtype).bits for p in (root, leaf)) < 32:
-        return readers_by_bits(root, leaf, channels, tokens=tokens, labels=labels)
-    T = root.tokens
-    place = torch.arange(T, device=root.device) if labels is None else labels
-    codes = (1 + place / T).to(root.dtype)[:, None]
-    r = _noise_in(root, channels, tokens)
-    ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
+    if min(torch.finfo(p.dtype).bits for p in (later, earlier)) < 32:
+        return readers_by_bits(later, earlier, channels, tokens=tokens, labels=labels)
+    T = later.tokens
+    numbers = torch.arange(T, device=later.device) if labels is None else labels
+    codes = (1 + numbers / T).to(later.dtype)[:, None]
+    r = _noise_in(later, channels, tokens)
+    ((first,), (second,)) = (gradients([later], [s], [earlier]) for s in (r, r * codes))
     if first is None or second is None:
-        return torch.full((leaf.tokens,), -1, device=leaf.device)
+        return torch.full((earlier.tokens,), -1, device=earlier.device)
     reader, is_clear = decoded(first, second, T)
     if reader is not None and not is_clear:
         # Several readers, or gradients that are rounding: those through the norm of a multiple.
-        return readers_by_bits(root, leaf, channels, tokens=tokens, labels=labels)
+        return readers_by_bits(later, earlier, channels, tokens=tokens, labels=labels)
     return reader
 
 
@@ -74,8 +74,8 @@ def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, b
 
 
 def readers_by_bits(
-    root: Point,
-    leaf: Point,
+    later: Point,
+    earlier: Point,
     channels: Tensor | None = None,
     *,
     by_channel: bool = False,
@@ -84,34 +84,34 @@ def readers_by_bits(
 ) -> Tensor | None:
     """:func:`readers` from exact zeros alone, in 2 log2(T) passes: for half precision.
 
-    With ``by_channel`` each channel of the leaf is looked at by itself, ``(T, E)``.
+    With ``by_channel`` each earlier channel is looked at by itself, ``(T, E)``.
     """
-    r = _noise_in(root, channels, tokens)
-    place = torch.arange(root.tokens, device=root.device) if labels is None else labels
+    r = _noise_in(later, channels, tokens)
+    numbers = torch.arange(later.tokens, device=later.device) if labels is None else labels
     reader: Tensor | None = None
-    for bit in range(max(1, (root.tokens - 1).bit_length())):
+    for bit in range(max(1, (later.tokens - 1).bit_length())):
         hits = []
         for value in (0, 1):
-            chosen = ((place >> bit) & 1) == value
-            (g,) = gradients([root], [r * chosen[:, None]], [leaf])
+            chosen = ((numbers >> bit) & 1) == value
+            (g,) = gradients([later], [r * chosen[:, None]], [earlier])
             if g is None:
-                return torch.full((leaf.tokens,), -1, device=leaf.device)
+                return torch.full((earlier.tokens,), -1, device=earlier.device)
             hits.append(g != 0 if by_channel else (g != 0).any(-1))
         if bool((hits[0] & hits[1]).any()):
             return None
         if reader is None:
             reader = torch.where(hits[0] | hits[1], 0, -1)
         reader = torch.where(hits[1], reader | (1 << bit), reader)
-    is_valid = reader is not None and bool((reader <= int(place.max())).all())
+    is_valid = reader is not None and bool((reader <= int(numbers.max())).all())
     return reader if is_valid else None
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The entry of a root that reads each entry of a leaf, and the factor with which it does.
+    """The later entry that reads each earlier entry, and the factor with which it does.
 
     Args:
-        token (Tensor): ``(T, E)`` of the leaf, the token of the root; -1 for none.
+        token (Tensor): ``(T, E)`` of the earlier point, the later token; -1 for none.
         channel (Tensor): ``(T, E)``, its channel; -1 for none.
         factor (Tensor): ``(T, E)``, zero for none.
     """
@@ -121,51 +121,53 @@ class Entries:
     factor: Tensor
 
 
-def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries | None:
-    """The entries of ``root`` that read those of ``leaf``, where each is read by at most one.
+def entries(later: Point, earlier: Point, *, where: Tensor | None = None) -> Entries | None:
+    """The entries of ``later`` that read those of ``earlier``, where each is read by at most one.
 
     None where an entry is read by several. Four backward passes: seeded with ones, with a number
     for each token, with a number for each channel, and with random numbers as a proof.
 
-    With ``where``, ``(T, E)`` bool, only some entries of the root are looked at.
+    With ``where``, ``(T, E)`` bool, only some later entries are looked at.
     """
-    T, E = root.tokens, root.width
-    ones = torch.ones(T, E, dtype=root.dtype, device=root.device)
+    T, E = later.tokens, later.width
+    ones = torch.ones(T, E, dtype=later.dtype, device=later.device)
     if where is not None:
         ones = ones * where
-    if root.is_at(leaf):
+    if later.is_at(earlier):
         token, channel = torch.meshgrid(
-            *(torch.arange(n, device=root.device) for n in (T, E)), indexing="ij"
+            *(torch.arange(n, device=later.device) for n in (T, E)), indexing="ij"
         )
-        read = ones != 0
-        return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), ones.double())
-    by_token = 1 + torch.arange(T, device=root.device)[:, None] / T
-    by_channel = 1 + torch.arange(E, device=root.device) / E
-    noise = root.noise()
+        is_read = ones != 0
+        return Entries(
+            torch.where(is_read, token, -1), torch.where(is_read, channel, -1), ones.double()
+        )
+    by_token = 1 + torch.arange(T, device=later.device)[:, None] / T
+    by_channel = 1 + torch.arange(E, device=later.device) / E
+    noise = later.noise()
     pulled = []
     for seed in (ones, ones * by_token, ones * by_channel, ones * noise):
-        (g,) = gradients([root], [seed.to(root.dtype)], [leaf])
+        (g,) = gradients([later], [seed.to(later.dtype)], [earlier])
         if g is None:
-            nothing = torch.full((leaf.tokens, leaf.width), -1, device=leaf.device)
+            nothing = torch.full((earlier.tokens, earlier.width), -1, device=earlier.device)
             return Entries(nothing, nothing, 0.0 * nothing)
         pulled.append(g.double())
     factor, tokens, channels, proof = pulled
-    read = factor != 0
-    safe = torch.where(read, factor, 1)
+    is_read = factor != 0
+    safe = torch.where(is_read, factor, 1)
     token = ((tokens / safe - 1) * T).round().long().clamp(0, T - 1)
     channel = ((channels / safe - 1) * E).round().long().clamp(0, E - 1)
     expected = factor * noise.double()[token, channel]
     scale = factor.abs() * (1 + noise.double()[token, channel].abs())
-    if bool((((proof - expected).abs() > 1e-3 * scale) & (read | (proof != 0))).any()):
+    if bool((((proof - expected).abs() > 1e-3 * scale) & (is_read | (proof != 0))).any()):
         return None
-    return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), factor)
+    return Entries(torch.where(is_read, token, -1), torch.where(is_read, channel, -1), factor)
 
 
-def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None) -> Tensor:
-    r = root.noise()
+def _noise_in(later: Point, channels: Tensor | None, tokens: Tensor | None) -> Tensor:
+    r = later.noise()
     for axis, index in ((1, channels), (0, tokens)):
         if index is not None:
-            kept = torch.zeros_like(r)
-            kept.index_copy_(axis, index, r.index_select(axis, index))
-            r = kept
+            masked = torch.zeros_like(r)
+            masked.index_copy_(axis, index, r.index_select(axis, index))
+            r = masked
     return r

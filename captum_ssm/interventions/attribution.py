@@ -174,13 +174,13 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]
         wiring=False,
     )
     names = [layer.name for layer in frozen.layers]
-    kept = [activations for activations in rules.made_of if isinstance(activations, Activations)]
-    if len(kept) != len(names):
+    inside = [activations for activations in rules.made_of if isinstance(activations, Activations)]
+    if len(inside) != len(names):
         raise UnsupportedModelError(
             "a mixer of this model was measured, and runs as it is in relevance propagation, so "
             "its values have no coefficients; expected rule='gradient', or an adapter registered "
             "with captum_ssm.register_mixer(module_type, freeze)."
         )
     score, starts = frozen.require_score(), rules.starts()
-    coefficients = coefficients_of(kept, lambda x: coefficients_at(x, score, starts))
+    coefficients = coefficients_of(inside, lambda x: coefficients_at(x, score, starts))
     return dict(zip(names, coefficients, strict=True))

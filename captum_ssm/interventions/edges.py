@@ -203,9 +203,9 @@ class RowEdges(EdgeSet):
         else:
             parts = [self._tile(of, tile) for tile in tiles]
         B = len(y)
-        example, place = is_row.expand(B, -1).nonzero().unbind(1)
-        token = rows.expand(B, -1)[example, place]
-        return y.index_put((example, token), torch.cat(parts, 1)[example, place])
+        example, row = is_row.expand(B, -1).nonzero().unbind(1)
+        token = rows.expand(B, -1)[example, row]
+        return y.index_put((example, token), torch.cat(parts, 1)[example, row])
 
     def _tile(self, of: EdgeSum, rows: Tensor) -> Tensor:
         # What is left at the tokens rows (b, R): (B, R, D).
@@ -279,10 +279,10 @@ class ListedEdges(RowEdges):
     def at(self, rows: Tensor) -> Tensor:
         b, M, L = self.shape
         R = rows.shape[1]
-        place = torch.full((b, L), -1, device=rows.device)
-        place.scatter_(1, rows, torch.arange(R, device=rows.device).expand(b, -1))
+        index = torch.full((b, L), -1, device=rows.device)
+        index.scatter_(1, rows, torch.arange(R, device=rows.device).expand(b, -1))
         example, head, target, source = self.index.unbind(1)
-        row, has_heads = place[example, target], bool((head >= 0).any())
+        row, has_heads = index[example, target], bool((head >= 0).any())
         chosen = torch.zeros(b, M if has_heads else 1, R, L, dtype=torch.bool, device=rows.device)
         for every in (False, True):
             e = (row >= 0) & ((head < 0) == every)
@@ -290,8 +290,8 @@ class ListedEdges(RowEdges):
         return chosen if self.keep else ~chosen
 
     def ordered(self, order: Tensor) -> ListedEdges:
-        place = torch.argsort(order)
-        tokens = place[self.index[:, 2:]]
+        inverse = torch.argsort(order)
+        tokens = inverse[self.index[:, 2:]]
         return replace(self, index=torch.cat([self.index[:, :2], tokens], 1))
 
 

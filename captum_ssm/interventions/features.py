@@ -79,10 +79,10 @@ def scaled_features(
         nonlocal reached
         reached = True
         stream = stream_of("output", args, kwargs, result)
-        read = stream_of(readout.side, args, kwargs, result)
+        x = stream_of(readout.side, args, kwargs, result)
         at = mask_of("tokens", tokens, (stream.shape[0], stream.shape[1]), stream.device)
         with torch.no_grad():
-            values = readout.encode(read)[..., chosen].to(stream.device) * at[..., None]
+            values = readout.encode(x)[..., chosen].to(stream.device) * at[..., None]
             written: Tensor = values.float() @ decoder[chosen].to(values.device).float()
         return with_first(result, stream + ((scale - 1) * written).to(stream.dtype))
 

@@ -240,13 +240,15 @@ def _patched_layers(frozen: FrozenModel, component: str, layers: Layers) -> list
     if component != "state" or layers is not None:
         return names
     mixers = {layer.name: layer.mixer for layer in frozen.layers}
-    kept = [name for name in names if name in mixers and has_operator(state_operator, mixers[name])]
-    if not kept:
+    with_state = [
+        name for name in names if name in mixers and has_operator(state_operator, mixers[name])
+    ]
+    if not with_state:
         raise UnsupportedModelError(
             f"component is 'state', and no layer of {', '.join(names)} keeps a state that can be "
             "exchanged; expected a model with such a layer. Patch 'output' or 'values'."
         )
-    return kept
+    return with_state
 
 
 def _patch(frozen: FrozenModel, component: str, tokens: Tokens) -> Callable[[OpenMixer], Tensor]:

@@ -360,16 +360,16 @@ def bound_arguments(
             continue
         taken = signature(vars(cls)["forward"])
         try:
-            named = dict(taken.bind(module, *args, **kwargs).arguments)
+            by_name = dict(taken.bind(module, *args, **kwargs).arguments)
         except TypeError:  # the arguments do not fit this class's forward
             continue
         unnamed = 0
         for name, parameter in taken.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
-                named.update(named.pop(name, {}))
+                by_name.update(by_name.pop(name, {}))
             elif parameter.kind is Parameter.VAR_POSITIONAL:
-                unnamed = len(named.get(name, ()))
-        bindings.append((unnamed, named))
+                unnamed = len(by_name.get(name, ()))
+        bindings.append((unnamed, by_name))
     return min(bindings, key=lambda binding: binding[0])[1] if bindings else dict(kwargs)
 
 

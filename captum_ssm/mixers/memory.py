@@ -81,16 +81,18 @@ def changes_of_state(mixer: FrozenMixer) -> Iterator[TokenOperator]:
         UnsupportedModelError: the mixer keeps no state, or several, or one that is not what its
             recurrence reads.
     """
-    kept = memory_of(mixer)
+    memory = memory_of(mixer)
     if mixer.memory is None:
-        return _writes(replace(kept, conv=None) if isinstance(kept, DiagonalOperator) else kept)
+        return _writes(
+            replace(memory, conv=None) if isinstance(memory, DiagonalOperator) else memory
+        )
     whole = mixer.recurrence
     parts = whole.parts if isinstance(whole, SumOperator) else (whole,)
     alone = (x.joined if isinstance(x, ConvolvedOperator) else x for x in parts)
     readers = [x for x in alone if isinstance(x, StateOperator)]
-    if len(readers) != 1 or not _is_read(kept, readers[0], mixer.values):
+    if len(readers) != 1 or not _is_read(memory, readers[0], mixer.values):
         raise UnsupportedModelError(
-            f"this mixer keeps the state of a {type(kept).__name__}, which is not what its "
+            f"this mixer keeps the state of a {type(memory).__name__}, which is not what its "
             f"recurrence, a {type(whole).__name__}, reads, so what comes of a change of it is not "
             "known; expected a recurrence that reads the state that is kept, as it is or a few "
             "tokens later."
@@ -98,13 +100,13 @@ def changes_of_state(mixer: FrozenMixer) -> Iterator[TokenOperator]:
     return _writes(readers[0])
 
 
-def _is_read(kept: StateOperator, reader: StateOperator, values: Tensor) -> bool:
+def _is_read(memory: StateOperator, reader: StateOperator, values: Tensor) -> bool:
     # Whether a recurrence has the state that is kept, or, where it delays its values by a
     # convolution, had it as many tokens before. One sum of the N states tells.
-    if kept.state_shape != reader.state_shape:
+    if memory.state_shape != reader.state_shape:
         return False
-    weights = torch.linspace(1, 2, kept.state_shape[1])
-    state, read = (operator.reading(weights).matvec(values) for operator in (kept, reader))
+    weights = torch.linspace(1, 2, memory.state_shape[1])
+    state, read = (operator.reading(weights).matvec(values) for operator in (memory, reader))
     if isinstance(reader, DiagonalOperator) and reader.conv is not None:
         state = causal_conv(state, reader.conv)
     return bool((read - state).norm() <= 1e-3 * state.norm())

@@ -306,13 +306,13 @@ class PropagatedRun:
 
     Args:
         streams (list of BlockStream): around its blocks.
-        kept (list of Activations): inside of its mixers.
+        inside (list of Activations): inside of its mixers.
         coefficients (dict): of tensors, by their identity; None where the score does not depend on
             one.
     """
 
     streams: list[BlockStream]
-    kept: Sequence[Activations]
+    inside: Sequence[Activations]
     coefficients: dict[int, Tensor | None] = field(repr=False)
 
     @classmethod
@@ -320,7 +320,7 @@ class PropagatedRun:
         cls,
         stand_ins: ActivationStandIns,
         streams: list[BlockStream],
-        kept: Sequence[Activations],
+        inside: Sequence[Activations],
         score: Tensor,
         rule: str,
         *,
@@ -329,14 +329,14 @@ class PropagatedRun:
         """A run's coefficients, from one backward pass by a rule."""
         starts = stand_ins.starts()
         around = [x for stream in streams for x in (*stream.before, *stream.after)]
-        inside = [x for activations in kept for x in activations.tensors]
+        read_at = [x for activations in inside for x in activations.tensors]
 
         def of(tensors: list[Tensor]) -> Sequence[Tensor | None]:
             if rule == "lrp":
                 return coefficients_at(tensors, score, starts, retain_graph=retain_graph)
             return gradients_at(tensors, score)
 
-        return cls(streams, kept, by_identity([*starts, *inside, *around], of))
+        return cls(streams, inside, by_identity([*starts, *read_at, *around], of))
 
     def coefficient_at(self, x: Tensor) -> Tensor | None:
         """The coefficient at one tensor."""
@@ -365,15 +365,15 @@ def by_identity(
 
 
 def coefficients_of(
-    kept: Sequence[Activations], of: Callable[[list[Tensor]], Sequence[Tensor | None]]
+    inside: Sequence[Activations], of: Callable[[list[Tensor]], Sequence[Tensor | None]]
 ) -> list[Activations]:
     """Coefficients in the place of activations, zero where the score does not depend on one.
 
     Args:
-        kept (sequence of Activations): by mixer.
+        inside (sequence of Activations): by mixer.
         of (Callable): returns the coefficients at tensors.
     """
-    coefficients = by_identity([x for activations in kept for x in activations.tensors], of)
+    coefficients = by_identity([x for activations in inside for x in activations.tensors], of)
 
     def detached(x: Tensor) -> Tensor:
         coefficient = coefficients.get(id(x))
@@ -381,14 +381,16 @@ def coefficients_of(
 
     return [
         _known_past_scans(layer, layer.replaced([detached(x) for x in layer.tensors]))
-        for layer in kept
+        for layer in inside
     ]
 
 
-def _known_past_scans(kept: Activations, coefficients: Activations) -> Activations:
-    if not (kept.is_measured and kept.output.requires_grad):
+def _known_past_scans(activations: Activations, coefficients: Activations) -> Activations:
+    if not (activations.is_measured and activations.output.requires_grad):
         return coefficients
-    mixer = kept.mixer
-    at_output = coefficients.output.to(kept.gated.dtype).reshape(*kept.gated.shape[:2], -1)
+    mixer = activations.mixer
+    at_output = coefficients.output.to(activations.gated.dtype).reshape(
+        *activations.gated.shape[:2], -1
+    )
     at_output = at_output if mixer.out_gate is None else at_output * mixer.out_gate
     return replace(coefficients, gated=at_output @ mixer.out_weight)

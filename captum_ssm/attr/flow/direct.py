@@ -63,14 +63,16 @@ class DirectRun:
     at_streams: dict[int, Tensor]
 
     @classmethod
-    def of(cls, stand_ins: DirectStandIns, kept: Sequence[Activations], score: Tensor) -> DirectRun:
+    def of(
+        cls, stand_ins: DirectStandIns, inside: Sequence[Activations], score: Tensor
+    ) -> DirectRun:
         """The direct coefficients of a run, in two backward passes."""
         written, starts = stand_ins.written, stand_ins.starts()
         order: list[int | Written] = sorted(
-            [*range(len(kept)), *written],
+            [*range(len(inside)), *written],
             key=lambda part: part if isinstance(part, int) else part.mixers - 0.5,
         )
-        outputs = [kept[part].output if isinstance(part, int) else part.output for part in order]
+        outputs = [inside[part].output if isinstance(part, int) else part.output for part in order]
         streams, _ = streams_of(stand_ins, score)
         around = [x for s in streams for x in (*s.before, *s.after)]
         at_outputs: dict[int, Tensor] = {}
@@ -80,7 +82,7 @@ class DirectRun:
             )
         by_id = ((id(x), of_all.get(id(x))) for x in around)
         at_streams = {key: g for key, g in by_id if g is not None}
-        coefficients = _inside(kept, at_outputs, starts)
+        coefficients = _inside(inside, at_outputs, starts)
         parts = [(part, at_outputs.get(id(x))) for part, x in zip(order, outputs, strict=True)]
         return cls(parts, coefficients, streams, at_streams)
 
@@ -214,10 +216,10 @@ def _stop(stopped: dict[int, Tensor], key: int, g: Tensor) -> Tensor:
 
 
 def _inside(
-    kept: Sequence[Activations], at_outputs: dict[int, Tensor], starts: Sequence[Tensor]
+    inside: Sequence[Activations], at_outputs: dict[int, Tensor], starts: Sequence[Tensor]
 ) -> list[Activations]:
     # The coefficients inside of each mixer, from those at the mixers' outputs alone.
-    outputs = [activations.output for activations in kept if id(activations.output) in at_outputs]
+    outputs = [activations.output for activations in inside if id(activations.output) in at_outputs]
     gradients = [at_outputs[id(x)] for x in outputs]
     output_ids = {id(x) for x in outputs}
     ends = [torch.autograd.graph.get_gradient_edge(x).node for x in starts]
@@ -231,7 +233,7 @@ def _inside(
         by_id = dict(zip(map(id, inner), pulled, strict=True))
         return [at_outputs.get(id(x)) if id(x) in output_ids else by_id[id(x)] for x in tensors]
 
-    return coefficients_of(kept, pulled)
+    return coefficients_of(inside, pulled)
 
 
 def _are_parallel(g: Tensor, last: Tensor) -> bool:

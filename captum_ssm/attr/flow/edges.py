@@ -89,10 +89,10 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         Raises:
             KeyError: for a layer that is not there, or for none.
         """
-        named = [layers] if isinstance(layers, (int, str)) else list(layers)
-        if not named:
+        wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
+        if not wanted:
             raise KeyError(f"layers is {layers!r}, which names no layer; expected at least one.")
-        chosen = [self[name] for name in named]
+        chosen = [self[name] for name in wanted]
         return replace(self, layers={layer.name: layer for layer in chosen})
 
     def matrix(self) -> Tensor:

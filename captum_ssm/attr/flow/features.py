@@ -90,11 +90,11 @@ class FeatureRelevance:
         """
         flat = self.relevance.flatten()
         largest = flat.abs().topk(min(count_of("k", k, 1), flat.numel())).indices
-        return [self._at(int(place)) for place in largest]
+        return [self._at(int(index)) for index in largest]
 
-    def _at(self, place: int) -> Feature:
+    def _at(self, index: int) -> Feature:
         _, L, F = self.relevance.shape
-        example, token, feature = place // (L * F), place // F % L, place % F
+        example, token, feature = index // (L * F), index // F % L, index % F
         value, relevance = (
             float(x[example, token, feature]) for x in (self.values, self.relevance)
         )
@@ -154,20 +154,20 @@ def features_of(
 def _of_stream(
     run: PropagatedRun, stand_ins: ActivationStandIns, readout: Readout
 ) -> _FeatureParts:
-    written, read = _streams(stand_ins, readout)
+    written, stream = _streams(stand_ins, readout)
     g = _coefficient(run, written, f"what {readout.layer} returns")
     total = (g * written.detach().to(g)).sum(-1)
-    values = readout.encode(read.detach()).to(g)
+    values = readout.encode(stream.detach()).to(g)
     return _FeatureParts(values, g @ check_decoder(readout).to(g).T, total)
 
 
 def _of_state(run: PropagatedRun, readout: Readout, layers: Sequence[FrozenCall]) -> _FeatureParts:
     # The recurrence, run backwards, has the coefficient of each of its N states in turn.
-    kept = _mixer_of(readout, layers, run)
-    mixer, decoder = kept.mixer, check_decoder(readout)
+    activations = _mixer_of(readout, layers, run)
+    mixer, decoder = activations.mixer, check_decoder(readout)
     operator = memory_of(mixer)
     check_directions(operator, decoder)
-    g = _coefficient(run, kept.mixed[0], f"what {readout.layer} reads of its state")
+    g = _coefficient(run, activations.mixed[0], f"what {readout.layer} reads of its state")
     state = state_of(mixer)
     values = readout.encode(state.flatten(2)).to(g)
     slopes, total = torch.zeros_like(values), torch.zeros_like(g[..., 0])
@@ -191,11 +191,11 @@ def _coefficient(run: PropagatedRun, x: Tensor, what: str) -> Tensor:
 
 def _mixer_of(readout: Readout, layers: Sequence[FrozenCall], run: PropagatedRun) -> Activations:
     # What the mixer that is read kept in its first call.
-    for layer, kept in zip(layers, run.kept, strict=True):
+    for layer, activations in zip(layers, run.inside, strict=True):
         if original(layer.call.module) is readout.module:
             if layer.order is not None:
                 memory_of(layer.mixer)  # raises
-            return kept
+            return activations
     raise UnsupportedModelError(
         f"{readout.layer} is not a mixer that is run before the score is read; expected an earlier "
         "one."

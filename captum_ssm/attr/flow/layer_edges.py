@@ -212,30 +212,32 @@ class LayerEdges:
 
 
 def layer_edges(
-    layer: FrozenCall, kept: Activations, coefficients: Activations, formulation: str
+    layer: FrozenCall, activations: Activations, coefficients: Activations, formulation: str
 ) -> LayerEdges:
     """The edges of one mixer, over the model's tokens.
 
     Args:
         layer (FrozenCall): the mixer's call.
-        kept (Activations): of the run.
+        activations (Activations): of the run.
         coefficients (Activations): of the score at these.
         formulation (str): ``"hidden"`` or ``"unified"``.
     """
-    mixer, name = kept.mixer, layer.name
+    mixer, name = activations.mixer, layer.name
     order = order_of(layer, mixer)
     g = [x.detach() for x in coefficients.mixed]
     if formulation == "hidden":
-        operator, drawn, skip = _hidden(mixer, kept, coefficients, g)
+        operator, drawn, skip = _hidden(mixer, activations, coefficients, g)
         bias = torch.zeros_like(skip)
     else:
-        operator, drawn = _unified(mixer, kept, coefficients, g)
+        operator, drawn = _unified(mixer, activations, coefficients, g)
         skip = torch.zeros_like(drawn)
         pairs = zip(mixer.scans_in_order(), g, strict=True)
         bias = _of_scans(mixer, [_conv_bias(scan, x) for (scan, _, _), x in pairs])
     out, gated = (
-        x.reshape(*kept.gated.shape[:2], -1).sum(-1)
-        for x in times((kept.output, kept.gated), (coefficients.output, coefficients.gated))
+        x.reshape(*activations.gated.shape[:2], -1).sum(-1)
+        for x in times(
+            (activations.output, activations.gated), (coefficients.output, coefficients.gated)
+        )
     )
     offset = 0.0 if mixer.offset is None else (coefficients.gated * mixer.offset).sum(-1)
     bias = bias + out - gated + offset
@@ -243,8 +245,8 @@ def layer_edges(
         weight, values = mixer.own
         of_own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
         skip, drawn, bias = skip + of_own, drawn + of_own, bias - of_own
-    mixed = [x.sum(-1) for x in times(kept.with_skips(), g)]
-    if kept.is_measured:  # whether its gate is an activation was not
+    mixed = [x.sum(-1) for x in times(activations.with_skips(), g)]
+    if activations.is_measured:  # whether its gate is an activation was not
         gate = gated - offset - _of_scans(mixer, mixed)
     else:
         halved = [scan.gate_argument is not None for scan, _, _ in mixer.scans_in_order()]
@@ -304,10 +306,10 @@ def mean_of(runs: Sequence[LayerEdges]) -> LayerEdges:
 
 
 def _hidden(
-    mixer: FrozenMixer, kept: Activations, coefficients: Activations, g: Sequence[Tensor]
+    mixer: FrozenMixer, activations: Activations, coefficients: Activations, g: Sequence[Tensor]
 ) -> tuple[TokenOperator, Tensor, Tensor]:
     scans = mixer.scans_in_order()
-    values = [v.detach() for v in kept.values]
+    values = [v.detach() for v in activations.values]
     parts: list[TokenOperator] = []
     for (scan, order, _), x, v in zip(scans, g, values, strict=True):
         part = scan.recurrence.detach().scaled(x, v)
@@ -319,20 +321,20 @@ def _hidden(
     ]
     operator = parts[0] if len(parts) == 1 else SumOperator(tuple(parts))
     # Several scans may be given one tensor, and a skip of the module's own may read another one.
-    if kept.is_measured and (len(parts) > 1 or kept.added is not None):
+    if activations.is_measured and (len(parts) > 1 or activations.added is not None):
         return operator, _columns(operator) + _of_scans(mixer, skip), _of_scans(mixer, skip)
     return operator, _of_scans(mixer, drawn), _of_scans(mixer, skip)
 
 
 def _unified(
-    mixer: FrozenMixer, kept: Activations, coefficients: Activations, g: Sequence[Tensor]
+    mixer: FrozenMixer, activations: Activations, coefficients: Activations, g: Sequence[Tensor]
 ) -> tuple[TokenOperator, Tensor]:
     inputs = mixer.inputs.detach()
     whole = mixer.with_row_factors(g).operator("unified", COMPONENTS).detach()
     operator = whole.scaled(None, inputs)
     if mixer.has_token_shift:  # a part of which counts as a bias, and is made of the inputs too
         coefficient = _through_conv(mixer, coefficients.values[0])
-    elif len(g) > 1 or not kept.inputs[0].requires_grad:  # at which no coefficient is read
+    elif len(g) > 1 or not activations.inputs[0].requires_grad:  # at which no coefficient is read
         return operator, _columns(operator)
     else:
         coefficient = coefficients.inputs[0]

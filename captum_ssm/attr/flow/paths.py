@@ -147,12 +147,12 @@ def joined(
     waiting = sorted(range(len(candidates)), key=lambda n: -abs(candidates[n][0]))
     order: list[int] = []
     while waiting:
-        for place, n in enumerate(waiting):
+        for index, n in enumerate(waiting):
             _, layer, target, source = candidates[n]
             if live.get(target, -1) > layer:
                 live[source] = max(live.get(source, -1), layer)
                 order.append(n)
-                del waiting[place]
+                del waiting[index]
                 break
         else:
             break

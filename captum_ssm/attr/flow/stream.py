@@ -73,13 +73,13 @@ def blocks_of(model: nn.Module) -> set[nn.Module]:
 
     A block is the child of the innermost ``ModuleList`` or ``Sequential`` around a mixer.
     """
-    named = dict(model.named_modules())
+    modules = dict(model.named_modules())
     blocks: set[nn.Module] = set()
     for path, *_ in find_mixers(model):
         parts = path.split(".")
         for k in range(len(parts), 0, -1):
-            if isinstance(named.get(".".join(parts[: k - 1])), (nn.ModuleList, nn.Sequential)):
-                blocks.add(named[".".join(parts[:k])])
+            if isinstance(modules.get(".".join(parts[: k - 1])), (nn.ModuleList, nn.Sequential)):
+                blocks.add(modules[".".join(parts[:k])])
                 break
     return blocks
 
@@ -98,22 +98,22 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[Block
         tuple: the blocks, and whether the score reads no token but in what the last one returns.
     """
     blocks = [stream for stream in stand_ins.streams if stream.mixers]
-    root, leaves = Point.of(score, None), [Point.of(x) for x in stand_ins.starts()]
+    later, earlier = Point.of(score, None), [Point.of(x) for x in stand_ins.starts()]
     after = [Point.of(x) for x in blocks[-1].after if x.requires_grad] if blocks else []
-    if after and not any(is_read_past(root, leaf, *after) for leaf in leaves):
+    if after and not any(is_read_past(later, point, *after) for point in earlier):
         return stand_ins.streams, True
-    streams = _between_norms(stand_ins, leaves, root)
+    streams = _between_norms(stand_ins, earlier, later)
     # Where later layers read the outputs of several blocks at once, norms tell fewer places apart.
     return (streams, True) if len(streams) >= len(blocks) else (stand_ins.streams, False)
 
 
 def _between_norms(
-    stand_ins: ActivationStandIns, leaves: Sequence[Point], root: Point
+    stand_ins: ActivationStandIns, earlier: Sequence[Point], later: Point
 ) -> list[BlockStream]:
     # What a function of the model's own returned has a third entry in its edge.
-    passed = {edge[:2] for edge in meetings([root], leaves)}
-    if len(leaves) == 1:
-        passed.add(leaves[0].edge[:2])
+    passed = {edge[:2] for edge in meetings([later], earlier)}
+    if len(earlier) == 1:
+        passed.add(earlier[0].edge[:2])
     stream = [(k, x) for k, x in stand_ins.normed if get_gradient_edge(x)[:2] in passed]
     mixers = len(stand_ins.made_of)
     # By the number of mixers that ran before, the stream that the next one is given; last the one

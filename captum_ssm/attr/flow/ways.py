@@ -57,7 +57,7 @@ def with_ways(
     shared = shared_tensors(run.streams)
     nodes = []
     for block in blocks:
-        inside = [_Mixer(run.kept[k], coefficients[k], layers[k], calls[k]) for k in block.mixers]
+        inside = [_Mixer(run.inside[k], coefficients[k], layers[k], calls[k]) for k in block.mixers]
         books = _BlockOfStream(block, run.streams[block.index], inside, run)
         nodes.append(
             replace(block, ways=books.ways(run.streams, shared)) if books.is_off else block
@@ -91,7 +91,7 @@ class _Sink:
 @dataclass(frozen=True)
 class _Mixer:
     # A mixer of a block, what was kept of it, and the edges in the model's order of the tokens.
-    kept: Activations
+    activations: Activations
     coefficients: Activations
     edges: LayerEdges
     frozen: FrozenCall
@@ -99,7 +99,7 @@ class _Mixer:
     @property
     def order(self) -> Tensor | None:
         """The model's token that each of its tokens is."""
-        return order_of(self.frozen, self.kept.mixer)
+        return order_of(self.frozen, self.activations.mixer)
 
     def starts(self) -> list[_Sink] | None:
         """Where its edges start.
@@ -107,13 +107,13 @@ class _Mixer:
         None where the graph does not hold these: after the convolution of a mixer that was
         measured, or where a token shift gives more than its edges say.
         """
-        is_hidden, mixer = self.edges.formulation == "hidden", self.kept.mixer
-        has_inputs = all(x.requires_grad for x in self.kept.inputs)
+        is_hidden, mixer = self.edges.formulation == "hidden", self.activations.mixer
+        has_inputs = all(x.requires_grad for x in self.activations.inputs)
         is_held = mixer.conv is None or (has_inputs and not mixer.has_token_shift)
         if not (is_hidden or is_held):
             return None
         name = "inputs" if has_inputs and not is_hidden else "values"
-        tensors, coefficients = getattr(self.kept, name), getattr(self.coefficients, name)
+        tensors, coefficients = getattr(self.activations, name), getattr(self.coefficients, name)
         scans = mixer.scans_in_order()
         sinks = {
             id(x): _Sink(x, g, _composed(self.order, order))  # scans may share one tensor
@@ -226,11 +226,11 @@ class _Pull:
     def of(cls, block: _BlockOfStream, inputs: list[Tensor], starts: list[_Sink]) -> _Pull:
         after = [_Sink(x, g, None) for x, g in block.run.with_coefficients(block.stream.after)]
         outs = [
-            _Sink(mixer.kept.output, g, mixer.order)
+            _Sink(mixer.activations.output, g, mixer.order)
             for mixer in block.mixers
-            if (g := block.run.coefficient_at(mixer.kept.output)) is not None
+            if (g := block.run.coefficient_at(mixer.activations.output)) is not None
         ]
-        scans = [y for mixer in block.mixers for y in mixer.kept.mixed if y.requires_grad]
+        scans = [y for mixer in block.mixers for y in mixer.activations.mixed if y.requires_grad]
         # What is read where it is given ends there.
         ends = {id(x) for x in inputs}
         at_ends = [sink for sink in starts if id(sink.x) in ends]
@@ -241,8 +241,8 @@ class _Pull:
     def ruled(self) -> Iterator[None]:
         """Gradients obey the rules of relevance while the block is open."""
         sinks = (*self.roots, *self.inside)
-        roots = [sink.x.grad_fn for sink in sinks if sink.x.grad_fn is not None]
-        with ruled(roots, [get_gradient_edge(x).node for x in self.given]):
+        later = [sink.x.grad_fn for sink in sinks if sink.x.grad_fn is not None]
+        with ruled(later, [get_gradient_edge(x).node for x in self.given]):
             yield
 
     def of_tokens(self, weights: Tensor) -> Tensor:
@@ -296,11 +296,11 @@ def _made_of(
     tensors: Sequence[Tensor], streams: Sequence[BlockStream], shared: set[int]
 ) -> frozenset[int]:
     # The blocks whose own part of the stream such tensors were made of.
-    roots = [Point.of(x) for x in tensors]
+    later = [Point.of(x) for x in tensors]
 
     def unshared(stream: BlockStream) -> list[Point]:
         return [Point.of(x) for x in stream.before if id(x) not in shared and x.requires_grad]
 
     return frozenset(
-        k for k, block in enumerate(streams) if any(dependencies(roots, unshared(block)))
+        k for k, block in enumerate(streams) if any(dependencies(later, unshared(block)))
     )

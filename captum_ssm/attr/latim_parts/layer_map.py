@@ -23,17 +23,17 @@ def norm_order(aggregation: str | float, layer: int | str | None) -> str | float
     Raises:
         ValueError: for an aggregation that does not exist, or one that needs a layer or none.
     """
-    named: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti"}
-    named |= {LOGIT: None, FLOW: None}
+    orders: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti"}
+    orders |= {LOGIT: None, FLOW: None}
     is_number = isinstance(aggregation, (int, float)) and not isinstance(aggregation, bool)
-    if not (isinstance(aggregation, str) and aggregation in named):
+    if not (isinstance(aggregation, str) and aggregation in orders):
         if not (is_number and float(aggregation) > 0):
             raise ValueError(
-                f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > "
+                f"aggregation is {aggregation!r}; expected one of {tuple(orders)}, or a number p > "
                 "0."
             )
-        named[aggregation] = float(aggregation)
-    if layer is None and named[aggregation] is not None:
+        orders[aggregation] = float(aggregation)
+    if layer is None and orders[aggregation] is not None:
         raise ValueError(
             f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
             "None; pass layer=, an index or a module path."
@@ -43,7 +43,7 @@ def norm_order(aggregation: str | float, layer: int | str | None) -> str | float
             f"aggregation is {FLOW!r}, which goes through all layers, and layer is {layer!r}; pass "
             f"layer=None, or aggregation={LOGIT!r} for what one layer adds."
         )
-    return named[aggregation]
+    return orders[aggregation]
 
 
 def check_score_options(

@@ -79,16 +79,18 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
         )
     # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
     # embeddings) is in no step; what comes of it is local to the tokens.
-    read = [(group, _stream_before(group[0], frozen, live)) for group in groups]
-    read = [(group, before) for group, before in read if before.values.shape == final.shape]
-    for group, _ in read:
+    before_groups = [(group, _stream_before(group[0], frozen, live)) for group in groups]
+    before_groups = [
+        (group, before) for group, before in before_groups if before.values.shape == final.shape
+    ]
+    for group, _ in before_groups:
         if frozen.wiring.steps[group[0].step].around == ():
             raise _without_stream(group[0].name)
-    streams = [*(before for _, before in read[1:]), last]
+    streams = [*(before for _, before in before_groups[1:]), last]
     steps: dict[int, LayerStep] = {}
     scaled: dict[int, FrozenCall] = {}
     direction = at_last
-    for (mixers, preceding), following in reversed([*zip(read, streams, strict=True)]):
+    for (mixers, preceding), following in reversed([*zip(before_groups, streams, strict=True)]):
         group, of_stream = _as_added(mixers, preceding, following, frozen.others, live)
         scaled |= dict(zip(map(id, mixers), group, strict=True))
         mixed, before = output_of(group).to(final.dtype), of_stream * preceding.values
@@ -143,16 +145,16 @@ def _as_added(
     known = [point for point in points if point is not None and _is_of(point, after)]
     if len(known) < len(points):
         return (group if is_sum else _fitted(group, before.values, after)), unit
-    root, stream, *exits = known
+    later, stream, *exits = known
     # The sum alone may be that within the rounding of a few large tokens.
-    if is_sum and all(is_kept(root, point) for point in (stream, *exits)):
+    if is_sum and all(is_kept(later, point) for point in (stream, *exits)):
         return group, unit
     orders = [None if layer.order is None else layer.order.flatten() for layer in group]
-    of_stream, *scales = factors(root, [stream, *exits], [None, *orders])
+    of_stream, *scales = factors(later, [stream, *exits], [None, *orders])
     # A mixer may be given something else than the stream, such as a sum with the embeddings.
-    of_stream = of_stream if dependencies([root], [stream])[0] else unit
+    of_stream = of_stream if dependencies([later], [stream])[0] else unit
     if any(scale is None for scale in scales):
-        group, scales = _projected(group, root, exits, orders)
+        group, scales = _projected(group, later, exits, orders)
     known_scales = [scale for scale in scales if scale is not None]
     is_by_token = any(scale.dim() > 1 for scale in known_scales)
     if of_stream is None or len(known_scales) < len(group) or (is_by_token and len(group) > 1):
@@ -172,7 +174,7 @@ def _is_of(point: Point, stream: Tensor) -> bool:
 
 
 def _projected(
-    group: list[FrozenCall], root: Point, exits: Sequence[Point], orders: TokenOrders
+    group: list[FrozenCall], later: Point, exits: Sequence[Point], orders: TokenOrders
 ) -> tuple[list[FrozenCall], list[Tensor | None]]:
     """The layers of a step through a matrix after them, and its factor in the stream, by layer.
 
@@ -180,8 +182,10 @@ def _projected(
     No factor where there is none, or mixers hold what differs by token before it.
     """
     none: list[Tensor | None] = [None for _ in group]
-    joined = [edge for edge in meetings([root], exits) if kind_of(edge.node) in MATRICES][-1:]
-    after = [p for edge in joined for axis in (-1, 1) if _is_alike(p := Point.at(edge, axis), root)]
+    joined = [edge for edge in meetings([later], exits) if kind_of(edge.node) in MATRICES][-1:]
+    after = [
+        p for edge in joined for axis in (-1, 1) if _is_alike(p := Point.at(edge, axis), later)
+    ]
     if not after:
         return group, none
     matrices = projections(after[0], exits, orders)
@@ -189,7 +193,7 @@ def _projected(
     if len(known) < len(group) or any(layer.mixer.out_gate is not None for layer in group):
         return group, none
     pairs = zip(group, known, strict=True)
-    scales = factors(root, after[:1]) * len(group)
+    scales = factors(later, after[:1]) * len(group)
     return [layer.through(matrix) for layer, matrix in pairs], scales
 
 

@@ -273,8 +273,8 @@ def raw_row(maps: GridMaps) -> list[Tensor]:
 
     wiring.back(query, ask, to_inputs=False)
     rows = wiring.back([torch.zeros_like(w) for w in query], add)
-    read = sum(step in asked for step in maps.steps)  # by the output
-    return [row / max(1, read) for row in rows]
+    count = sum(step in asked for step in maps.steps)  # by the output
+    return [row / max(1, count) for row in rows]
 
 
 def rollout_row(maps: GridMaps, *, are_means: bool = False) -> list[Tensor]:

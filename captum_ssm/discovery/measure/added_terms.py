@@ -94,7 +94,7 @@ def _completions(
     without = [None] * len(directions)
     read_off = [convolutions] if list(convolutions) == without else [convolutions, without]
     for sources in read_off:
-        skips = _skips(rerun, projection.root, directions, sources)
+        skips = _skips(rerun, projection.inputs, directions, sources)
         skipped = _with_skips(mixer, skips)
         past_norm = _past_norm(skipped, skips)
         branches: list[tuple[FrozenMixer, Tensor]] = []
@@ -109,7 +109,7 @@ def _completions(
 
 def _skips(
     rerun: Rerun,
-    root: Point,
+    later: Point,
     directions: Sequence[Direction],
     convolutions: Sequence[Convolution | None],
 ) -> list[Tensor | None]:
@@ -127,35 +127,35 @@ def _skips(
         if convolution is not None:
             if is_seen(convolution.conv):
                 return None
-            return _skip_of_convolution(rerun, root, direction, convolution)
-        read = _read_values(root, direction)
-        if read is None or is_seen((read.edge.node, read.edge.output_nr)):
+            return _skip_of_convolution(rerun, later, direction, convolution)
+        values = _read_values(later, direction)
+        if values is None or is_seen((values.edge.node, values.edge.output_nr)):
             return None
-        return _skip_of_values(root, direction, read)
+        return _skip_of_values(later, direction, values)
 
     return list(map(skip_of, directions, convolutions))
 
 
-def _read_values(root: Point, direction: Direction) -> Point | None:
+def _read_values(later: Point, direction: Direction) -> Point | None:
     # What the values of a scan are a view of, where it is read past the scan. The graph may lead on
     # by what a slice leaves out (transforms take twice as many tokens), so gradients decide.
     values = direction.cut.values
-    noise = [root.noise()]
+    noise = [later.noise()]
     while values is not None:
-        with ruled([root.edge.node], [values.edge.node]):
-            (gradient,) = gradients([root], noise, [values])
+        with ruled([later.edge.node], [values.edge.node]):
+            (gradient,) = gradients([later], noise, [values])
         if gradient is not None and bool(gradient.any()):
             break
         values = before_view(values)
     return values
 
 
-def _skip_of_values(root: Point, direction: Direction, read: Point) -> Tensor | None:
+def _skip_of_values(later: Point, direction: Direction, point: Point) -> Tensor | None:
     # A factor of what the scan is given: S4's D, or RWKV-7's bonus.
     values = direction.cut.values
     assert values is not None
-    link = ruled_entries(root, read, centered=False)
-    by_scan = None if link is None else entries(values, read)
+    link = ruled_entries(later, point, centered=False)
+    by_scan = None if link is None else entries(values, point)
     if link is None or by_scan is None:
         return None
     factor = torch.zeros(direction.cut.leaf.shape, dtype=torch.float64, device=values.device)
@@ -166,16 +166,16 @@ def _skip_of_values(root: Point, direction: Direction, read: Point) -> Tensor | 
 
 
 def _skip_of_convolution(
-    rerun: Rerun, root: Point, direction: Direction, convolution: Convolution
+    rerun: Rerun, later: Point, direction: Direction, convolution: Convolution
 ) -> Tensor | None:
     # The factor is that of what the convolution before the scan returned. Where a linear layer of
     # it multiplies it, as in Hydra, the layer counts as a coefficient: it has half the relevance.
     psi, times = Point.of(convolution.conv.leaf, 1), 1
-    link = ruled_entries(root, psi, centered=False)
+    link = ruled_entries(later, psi, centered=False)
     if link is None:
         times = 2
-        with _constant_layers(rerun, root, psi):
-            link = ruled_entries(root, psi, centered=False)
+        with _constant_layers(rerun, later, psi):
+            link = ruled_entries(later, psi, centered=False)
     if link is None:
         return None
     factor, order = convolution.factor, direction.order
@@ -184,17 +184,17 @@ def _skip_of_convolution(
 
 
 @contextmanager
-def _constant_layers(rerun: Rerun, root: Point, earlier: Point) -> Iterator[None]:
+def _constant_layers(rerun: Rerun, later: Point, earlier: Point) -> Iterator[None]:
     # No gradient goes through the linear layers between two points.
     def nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
     ends = [linear.at_output for linear in rerun.run.linears]
-    after = dependencies([root], ends)[0]
-    read = dependencies(ends, [earlier])
+    after = dependencies([later], ends)[0]
+    depends = dependencies(ends, [earlier])
     with ExitStack() as stack:
         for k, end in enumerate(ends):
-            if k in after and read[k]:
+            if k in after and depends[k]:
                 stack.callback(end.edge.node.register_prehook(nothing).remove)
         yield
 
@@ -287,7 +287,7 @@ def _read_index(link: Entries, projection: Projection, tokens: int) -> Tensor:
     # through; -1 for none.
     count = torch.arange(link.token.numel(), device=link.token.device).view_as(link.token)
     is_read = link.token >= 0
-    index = count.new_full((tokens, projection.root.width), -1)
+    index = count.new_full((tokens, projection.inputs.width), -1)
     index[link.token[is_read], link.channel[is_read]] = count[is_read]
     channels = projection.channels
     return index[:, : projection.weight.shape[1]] if channels is None else index[:, channels]

@@ -201,19 +201,19 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype, *, without_bias: bool) -> n
 def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
     # Products with a matrix, some of which only make weights of others (q k). Returned are those
     # that are not of tokens: whose rows are not read by a token each, later ones first.
-    root, mistaken, unread = Point.of(run.output), set[CutScan](), set[CutScan]()
+    later, mistaken, unread = Point.of(run.output), set[CutScan](), set[CutScan]()
     starts = [Point.of(run.tokens), *(Point.of(cut.leaf) for cut in run.scans)]
     for cut in [cut for cut in reversed(run.scans) if is_product(cut.function)]:
-        leaf = Point.of(cut.leaf)
+        earlier = Point.of(cut.leaf)
         values = {other: other.values for other in run.scans if other.values is not None}
-        reading = [other for other, at in values.items() if any(dependencies([at], [leaf]))]
+        reading = [other for other, at in values.items() if any(dependencies([at], [earlier]))]
         if mistaken.intersection(reading):
             continue
-        is_right = all(_is_by_token(values[other], leaf) for other in reading)
+        is_right = all(_is_by_token(values[other], earlier) for other in reading)
         is_right = is_right and any(dependencies([cut.values], starts))
-        with ruled([root.edge.node], [leaf.edge.node]) as carries:
-            is_read = carries[root.edge.node]
-            is_right = is_right and (not is_read or _is_by_token(root, leaf))
+        with ruled([later.edge.node], [earlier.edge.node]) as carries:
+            is_read = carries[later.edge.node]
+            is_right = is_right and (not is_read or _is_by_token(later, earlier))
         if _is_empty(cut) or not (is_read or reading):
             unread.add(cut)
         elif not is_right:
@@ -228,12 +228,12 @@ def _is_empty(cut: CutScan) -> bool:
     return isinstance(cut.scan.operator, WeightsOperator) and not cut.scan.operator.weights.any()
 
 
-def _is_by_token(root: Point, leaf: Point) -> bool:
+def _is_by_token(later: Point, earlier: Point) -> bool:
     # Whether the rows of each sequence of a leaf (B', L, D') are read by tokens of their own.
-    read_by = readers(root, leaf)
+    read_by = readers(later, earlier)
     if read_by is None:
         return False
-    ordered = read_by.view(leaf.shape[0], -1).sort(1).values
+    ordered = read_by.view(earlier.shape[0], -1).sort(1).values
     return not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any())
 
 

@@ -172,11 +172,11 @@ class Direction:
 
 def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[Direction]:
     """The directions of a scan, by what of it reaches the output projection."""
-    root, leaf = projection.root, Point.of(cut.leaf)
-    exits = projection.entries(leaf, centered=False)
-    with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
+    later, earlier = projection.inputs, Point.of(cut.leaf)
+    exits = projection.entries(earlier, centered=False)
+    with ruled([later.edge.node], [earlier.edge.node], centered=False) as carries:
         sizes = [mean_size(node) for node, is_between in carries.items() if is_between]
-        centered = max((root.width if size is None else size for size in sizes), default=0)
+        centered = max((later.width if size is None else size for size in sizes), default=0)
     if exits is None:
         raise rerun.refused(f"what it does after {cut.scan.name} mixes channels or tokens")
     if bool((exits.token < 0).any()):

@@ -105,8 +105,8 @@ def _of_examples(
 
 def _is_chain(scans: Sequence[CutScan]) -> bool:
     # As in a module that holds several mixers, one after another.
-    leaves = [Point.of(cut.leaf) for cut in scans]
-    return any(dependencies([cut.values for cut in scans], leaves))
+    results = [Point.of(cut.leaf) for cut in scans]
+    return any(dependencies([cut.values for cut in scans], results))
 
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
@@ -161,19 +161,19 @@ def _norm(
     if not torch.equal(channels.repeat(steps), direction.channels):
         raise rerun.refused("some of what its scans return is added up, and some is not")
     whole = direction.factor[:, torch.argsort(direction.order)]
-    leaf = Point.of(direction.cut.leaf)
+    earlier = Point.of(direction.cut.leaf)
     axes = sorted({rerun.call.channels, -1}, reverse=True)  # those of channels, the call's first
     for norm in (norm.along(axis) for norm in reversed(rerun.run.norms) for axis in axes):
         if norm.output.tokens * norm.output.width != rerun.T * len(channels):
             continue
-        with ruled([norm.inputs.edge.node], [leaf.edge.node]) as carries:
+        with ruled([norm.inputs.edge.node], [earlier.edge.node]) as carries:
             if not carries[norm.inputs.edge.node]:
                 continue
         link = projection.entries(norm.output)
         if link is None:
             continue
         is_read = link.token >= 0
-        after = whole.new_full((rerun.T, projection.root.width), torch.nan)
+        after = whole.new_full((rerun.T, projection.inputs.width), torch.nan)
         after[link.token[is_read], link.channel[is_read]] = link.factor[is_read].to(whole)
         after = after[:, channels].reshape(*whole.shape[:2], -1).repeat(1, 1, steps)
         if not bool(after.isnan().any()):

@@ -72,15 +72,15 @@ def _padding_reads_tokens(rerun: Rerun, direction: Direction) -> bool:
     channels = slice(direction.start, direction.stop)
     seed[padding, channels] = noise[padding, channels]
     convs = [conv for conv in rerun.run.convs if conv.point is not None]
-    leaves = [rerun.tokens, *(Point.of(conv.leaf, 1) for conv in convs)]
-    direct, *through = gradients([values], [seed], leaves)
+    earlier = [rerun.tokens, *(Point.of(conv.leaf, 1) for conv in convs)]
+    direct, *through = gradients([values], [seed], earlier)
     if direct is not None and bool(direct.any()):
         return True
-    for conv, leaf, gradient in zip(convs, leaves[1:], through, strict=True):
+    for conv, point, gradient in zip(convs, earlier[1:], through, strict=True):
         if gradient is None or conv.point is None or not bool(gradient.any()):
             continue
         (read,) = gradients(
-            [conv.point], [conv.point.flat(_pulled(conv, leaf.unflat(gradient)))], [rerun.tokens]
+            [conv.point], [conv.point.flat(_pulled(conv, point.unflat(gradient)))], [rerun.tokens]
         )
         if read is not None and bool(read.any()):
             return True

@@ -21,7 +21,7 @@ class Projection:
     """The output projection, and what it is given.
 
     Args:
-        root (Point): its input.
+        inputs (Point): its input.
         lands (Tensor): the module's token that each of its tokens is, -1 for none: ``(B L,)``, or
             more where some are cropped.
         gated (Tensor): its input, ``(B, L, G)``, in the module's order.
@@ -33,7 +33,7 @@ class Projection:
             of them, or some of them several times: what is given there is added up. Default: None
     """
 
-    root: Point
+    inputs: Point
     lands: Tensor
     gated: Tensor
     apply: Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class Projection:
 
         None where one is read by several.
         """
-        link = ruled_entries(self.root, earlier, centered=centered)
+        link = ruled_entries(self.inputs, earlier, centered=centered)
         if link is None:
             return None
         token = torch.where(link.token >= 0, self.lands[link.token.clamp(min=0)], -1)
@@ -76,17 +76,17 @@ def find_projection(rerun: Rerun) -> Projection:
     flat = output.detach().reshape(B, L, E)
     if not output.requires_grad:
         raise rerun.refused("its output does not depend on its scans")
-    root = Point.of(output)
-    leaves = [Point.of(cut.leaf) for cut in rerun.run.scans]
+    later = Point.of(output)
+    scans = [Point.of(cut.leaf) for cut in rerun.run.scans]
     for linear in reversed(rerun.run.linears):
         y, width = linear.output, linear.output.shape[-1]
         if y.numel() // width < rerun.T:
             continue
-        link = ruled_entries(root, linear.at_output)
-        read = None if link is None else _columns(link, rerun.T, E)
-        if read is None:
+        link = ruled_entries(later, linear.at_output)
+        matches = None if link is None else _columns(link, rerun.T, E)
+        if matches is None:
             continue
-        lands, columns, factor = read
+        lands, columns, factor = matches
         not_cropped = (lands >= 0).nonzero()[:, 0]
         back = not_cropped[torch.argsort(lands[not_cropped])]
         factor = factor[back].float().view(B, L, E)
@@ -96,7 +96,7 @@ def find_projection(rerun: Rerun) -> Projection:
         scale, gate = factor[0, 0], None
         if not is_close(scale.expand_as(factor), factor):
             # Not the gate's own projection, where there is none after the scans.
-            if not any(dependencies([linear.point], leaves)):
+            if not any(dependencies([linear.point], scans)):
                 continue
             scale, gate = torch.ones_like(scale), factor
         gated = linear.inputs.flatten(0, -2)[back].view(B, L, -1)
@@ -104,7 +104,7 @@ def find_projection(rerun: Rerun) -> Projection:
         apply = _scaled(linear, columns, scale)
         return Projection(linear.point, lands, gated, apply, weight, gate)
     eye = torch.eye(E, dtype=flat.dtype, device=flat.device)
-    return Projection(root, torch.arange(rerun.T, device=flat.device), flat, lambda x: x, eye)
+    return Projection(later, torch.arange(rerun.T, device=flat.device), flat, lambda x: x, eye)
 
 
 def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projection:
@@ -120,7 +120,7 @@ def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projecti
         return replace(projection, weight=weight)
     side = torch.ones(G, dtype=torch.bool, device=channels.device)
     side[channels] = False
-    read_by = readers(projection.root, rerun.tokens, side.nonzero()[:, 0])
+    read_by = readers(projection.inputs, rerun.tokens, side.nonzero()[:, 0])
     here = torch.arange(rerun.T, device=channels.device)
     lands = None if read_by is None else projection.lands[read_by.clamp(min=0)]
     if read_by is None or lands is None or bool(((lands != here) & (read_by >= 0)).any()):

@@ -66,12 +66,12 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
     output, directions = Point.of(rerun.run.output), []
     try:
         for cut in rerun.run.scans:
-            leaf = Point.of(cut.leaf)
-            lands = readers_by_bits(output, leaf, by_channel=True)
+            earlier = Point.of(cut.leaf)
+            lands = readers_by_bits(output, earlier, by_channel=True)
             if lands is None or bool((lands < 0).any()):
                 return None
             ones = torch.ones_like(cut.leaf).flatten(0, 1)
-            channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
+            channels = torch.arange(earlier.width, device=lands.device).expand_as(lands)
             for direction in parted(rerun, cut, Entries(lands, channels, ones)):
                 directions.append(
                     direction if direction.lands is None else entered(rerun, direction)

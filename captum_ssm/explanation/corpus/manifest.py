@@ -40,19 +40,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{shown} holds no {NAME}; expected a folder that explain_dataset wrote."
         )
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{NAME} of {shown} is not JSON that can be read; expected the file that "
             "explain_dataset wrote."
         ) from error
-    name = held.get("format") if isinstance(held, dict) else None
+    name = manifest.get("format") if isinstance(manifest, dict) else None
     if name != f"{FORMAT}/{VERSION}":
         raise ValueError(
             f"{NAME} of {shown} has the format {name!r}; expected {FORMAT}/{VERSION}. Open it with "
             "the version of captum_ssm that wrote it."
         )
-    return dict(held)
+    return dict(manifest)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any], owner: int) -> None:
@@ -71,9 +71,9 @@ def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
     """
     now = json.loads(json.dumps(now))
     changed = [
-        f"{what}: {place} was {_short(old)} and is {_short(new)}"
+        f"{what}: {path} was {_short(old)} and is {_short(new)}"
         for key, what in FIXED.items()
-        for place, old, new in _differences(before.get(key), now.get(key), key)
+        for path, old, new in _differences(before.get(key), now.get(key), key)
     ]
     rows = before.get("rows"), now.get("rows")
     if None not in rows and rows[0] != rows[1]:
@@ -89,15 +89,15 @@ def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 def changed_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The packages that are of another version than when a folder was begun."""
     pairs = _differences(before.get("versions"), now.get("versions"), "")
-    return [f"{place.lstrip('.')} {old} -> {new}" for place, old, new in pairs]
+    return [f"{path.lstrip('.')} {old} -> {new}" for path, old, new in pairs]
 
 
-def _differences(old: Any, new: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(name), new.get(name), f"{place}.{name}")
+            yield from _differences(old.get(name), new.get(name), f"{path}.{name}")
     elif old != new:
-        yield place, old, new
+        yield path, old, new
 
 
 def _short(value: Any) -> str:

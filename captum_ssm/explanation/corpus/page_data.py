@@ -113,12 +113,12 @@ def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]
 
 
 def _joined(
-    title: str, held: Mapping[int, Explanation], rows: Sequence[int]
+    title: str, explanations: Mapping[int, Explanation], rows: Sequence[int]
 ) -> dict[str, Any] | None:
     # Explanations of a data set each have the title of their own answer.
     if not rows:
         return None
-    light = [_light(held[row]) for row in rows]
+    light = [_light(explanations[row]) for row in rows]
     examples = tuple(explanation.examples[0] for explanation in light)
     return page_data(replace(light[0], title=title, examples=examples))
 

@@ -121,17 +121,17 @@ def read(
         values, apart = _values(example, method, output, reading_token)
         total = float(np.abs(values).sum()) or 1.0
         owns.append(0.0 if apart is None else abs(float(values[apart])) / total)
-        kept = np.ones(len(values), dtype=bool)
+        counted = np.ones(len(values), dtype=bool)
         if apart is not None:
-            kept[apart], values[apart] = False, 0.0
+            counted[apart], values[apart] = False, 0.0
         lengths.append(len(values))
         at = output.reading_token
         share = shares(values)
         signed = share * np.sign(values)
-        _add_places(sums, share, signed, kept, len(values) - 1 if at is None else at)
-        row = _add_units(sums, "token", example, values, kept)
+        _add_places(sums, share, signed, counted, len(values) - 1 if at is None else at)
+        row = _add_units(sums, "token", example, values, counted)
         if units != "token":
-            row = _add_units(sums, units, example, values, kept)
+            row = _add_units(sums, units, example, values, counted)
         for spans in ("span", "turn"):
             _add_parts(sums, spans, example, share, signed)
         _add_layers(sums, example, output)
@@ -182,15 +182,15 @@ def _values(
 
 
 def _add_places(
-    sums: _Sums, share: np.ndarray, signed: np.ndarray, kept: np.ndarray, at: int
+    sums: _Sums, share: np.ndarray, signed: np.ndarray, counted: np.ndarray, at: int
 ) -> None:
-    L, places = len(share), np.flatnonzero(kept)
+    L, positions = len(share), np.flatnonzero(counted)
     for kind, keys in (
-        ("start", places),
-        ("end", L - 1 - places),
-        ("distance", at - places),
+        ("start", positions),
+        ("end", L - 1 - positions),
+        ("distance", at - positions),
     ):
-        sums.add(kind, [place(int(k)) for k in keys], share[places], signed[places])
+        sums.add(kind, [place(int(k)) for k in keys], share[positions], signed[positions])
     # A token that reaches over the border of two tenths is divided between them.
     edges, borders = np.linspace(0, 1, L + 1), np.linspace(0, 1, TENTHS + 1)
     tenths = [
@@ -201,7 +201,7 @@ def _add_places(
 
 
 def _add_units(
-    sums: _Sums, units: str, example: Example, values: np.ndarray, kept: np.ndarray
+    sums: _Sums, units: str, example: Example, values: np.ndarray, counted: np.ndarray
 ) -> np.ndarray:
     # The shares of all units, zero for those that are not read.
     bounds = bounds_of(example, units)
@@ -210,7 +210,7 @@ def _add_units(
     padded[: len(values)] = values
     summed = np.add.reduceat(padded, firsts)
     share = shares(summed)
-    read = [i for i, (a, b) in enumerate(bounds) if kept[a:b].any()]
+    read = [i for i, (a, b) in enumerate(bounds) if counted[a:b].any()]
     keys = [text.strip() or text for text in texts_of(example, units)]
     picked = share[read]
     sums.add(units, [keys[i] for i in read], picked, picked * np.sign(summed[read]))

@@ -156,11 +156,11 @@ def named(values: Sequence[Any]) -> list[str | None]:
     if len(counts) > MOST_VALUES and all(_is_number(value) for value in known):
         ends = np.unique(np.quantile(np.array(known, dtype=float), [0, 0.25, 0.5, 0.75, 1]))
         return [_quarter(value, ends) for value in values]
-    kept = {value for value, count in counts.most_common(MOST_VALUES) if count >= FEW}
+    common = {value for value, count in counts.most_common(MOST_VALUES) if count >= FEW}
     if len(counts) <= MOST_VALUES:
-        kept = set(counts)
+        common = set(counts)
     return [
-        None if value is None or value != value else str(value) if value in kept else OTHERS
+        None if value is None or value != value else str(value) if value in common else OTHERS
         for value in values
     ]
 

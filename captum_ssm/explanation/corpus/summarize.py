@@ -238,7 +238,7 @@ def _examples(
 ) -> tuple[ReportExample, ...]:
     labels = np.zeros(len(rows), dtype=int) if groups is None else groups
     names = [part.name for part in slices if part.by == "group"]
-    far, places = distances(rows, labels), plane(rows)
+    far, points = distances(rows, labels), plane(rows)
     moved = {} if changed is None else changed.examples
     flipped = set() if changed is None else set(changed.flipped)
     return tuple(
@@ -246,7 +246,7 @@ def _examples(
             **reading.facts,
             group=names[labels[k]] if names else None,
             distance=float(far[k]),
-            place=(float(places[k, 0]), float(places[k, -1])),
+            place=(float(points[k, 0]), float(points[k, -1])),
             columns={name: values[k] for name, values in columns.items()},
             moved=moved.get(reading.index),
             flipped=reading.index in flipped,

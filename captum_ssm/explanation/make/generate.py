@@ -174,11 +174,11 @@ def _require_known(options: Mapping[str, Any], known: set[str], takes_any: bool)
 def _settings_kept(model: nn.Module) -> Iterator[None]:
     # Caches and settings that generate keeps on the model or changes in its configurations.
     owners = [model, *(getattr(model, name, None) for name in ("config", "generation_config"))]
-    kept = [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+    settings = [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     try:
         yield
     finally:
-        for owner, before in kept:
+        for owner, before in settings:
             for name in vars(owner).keys() - before.keys():
                 del vars(owner)[name]
             vars(owner).update(before)

@@ -136,16 +136,16 @@ class Conversation:
         whole = rendered(self.tokenizer, said, False)
         bounds = [(start, end) for k, start, end in whole.places or [] if k == len(said) - 1]
         tokens = whole.text.tokens
-        held = [k for k, token in enumerate(tokens) if bounds and belongs(token, *bounds[0])]
-        if not held:
+        inside = [k for k, token in enumerate(tokens) if bounds and belongs(token, *bounds[0])]
+        if not inside:
             raise InputError(
                 f"The answer is {answer!r}, and the chat template does not put it into the text as "
                 "it is; expected an answer that stands there. Pass its token ids: target=ids."
             )
-        before = replace(whole, text=_cut(whole.text, 0, held[0]))
+        before = replace(whole, text=_cut(whole.text, 0, inside[0]))
         # A template may leave a message out once it is answered, such as the system's.
         prompt = self._marked(opened if opened.messages - whole.messages else before)
-        return prompt, _cut(whole.text, held[0], held[-1] + 1)
+        return prompt, _cut(whole.text, inside[0], inside[-1] + 1)
 
     def _warn(self, opened: Rendering) -> None:
         unmarked = opened.said - opened.messages

@@ -55,14 +55,14 @@ def parse_setup(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Setup
             "text), in this order."
         )
     module = unwrap(check_model(model))
-    named = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
+    reader = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
     methods, labels, limit = (options[name] for name in ("methods", "labels", "memory_limit"))
     if labels is None and isinstance(model, Readout):
         labels = model.names or None
     whole = (options[name] for name in ("span", "hops", "reasoning", "through"))
     return Setup(
         model=module,
-        methods=parse_methods(methods, model, module, named, limit),
+        methods=parse_methods(methods, model, module, reader, limit),
         tokenizer=tokenizer,
         processor=options["processor"],
         labels=labels,
@@ -72,7 +72,7 @@ def parse_setup(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Setup
         lens=bool(options["lens"]),
         circuit=bool(options["circuit"]),
         memory_limit=limit,
-        replacement=Replacement.of(named),
+        replacement=Replacement.of(reader),
         validate=bool(options["validate"]),
         skips_failing=isinstance(methods, str) and methods == ALL,
         position=options["position"],

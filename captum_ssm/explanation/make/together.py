@@ -39,12 +39,12 @@ def answered(
     limit = current_limit()
     with Bar("examples", len(asked)) as bar:
         for start in range(0, len(order), SIDE_BY_SIDE):
-            places = order[start : start + SIDE_BY_SIDE]
-            steps = [_example(asked[k], writing) for k in places]
+            numbers = order[start : start + SIDE_BY_SIDE]
+            steps = [_example(asked[k], writing) for k in numbers]
             with batch_limit(limit):
                 outcomes = _side_by_side(steps)
-            yield from zip(places, outcomes, strict=True)
-            bar.advance(len(places))
+            yield from zip(numbers, outcomes, strict=True)
+            bar.advance(len(numbers))
 
 
 def _example(question: Any, writing: Generation | None) -> Steps[Example]:
@@ -81,8 +81,8 @@ def _side_by_side(questions: Sequence[Steps[Example]]) -> list[Outcome]:
 def _each(steps: Sequence[Any]) -> list[Any]:
     # What each step of one kind needs, or its error.
     outcomes: dict[int, Any] = {}
-    for places in batches(steps):
-        outcomes |= zip(places, _batch([steps[k] for k in places]), strict=True)
+    for numbers in batches(steps):
+        outcomes |= zip(numbers, _batch([steps[k] for k in numbers]), strict=True)
     return [outcomes[k] for k in range(len(steps))]
 
 

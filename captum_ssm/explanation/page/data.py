@@ -175,8 +175,8 @@ def _image(
     # The frames of a video lie one below the other.
     frames = len(image) if image.ndim == 4 else 1
     most = MOST_CELLS // math.isqrt(frames)
-    kept = {name: pooled(np.asarray(rows), most) for name, rows in relevance.items()}
-    height, width = next(iter(kept.values())).shape[-2:] if kept else image.shape[-3:-1]
+    small = {name: pooled(np.asarray(rows), most) for name, rows in relevance.items()}
+    height, width = next(iter(small.values())).shape[-2:] if small else image.shape[-3:-1]
     step = -(-max(image.shape[-3:-1]) // (2 * most))
     pixels = np.ascontiguousarray(image[..., ::step, ::step, :], dtype=np.uint8)
     return {
@@ -184,7 +184,7 @@ def _image(
         "frames": frames,
         "grid": None if not grid else [1, *grid] if len(grid) == 2 else list(grid),
         "image": _pixels(pixels),
-        "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in kept.items()},
+        "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in small.items()},
     }
 
 

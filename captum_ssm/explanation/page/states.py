@@ -86,8 +86,8 @@ def _tokens(sinks: Sequence[Row]) -> list[dict[str, Any]]:
     # Each token at the head of its largest share; those without an interval come last.
     largest: dict[Any, Row] = {}
     for row in sinks:
-        held = largest.get(row["token"])
-        if held is None or row["share"] > held["share"]:
+        layer = largest.get(row["token"])
+        if layer is None or row["share"] > layer["share"]:
             largest[row["token"]] = row
     ranked = sorted(largest.values(), key=_rank)
     return [

@@ -233,12 +233,12 @@ class _Layer:
     def _positions(self) -> list[Row]:
         rows: list[Row] = []
         for (measure, k), means in self.means.items():
-            place = {"measure": measure, "start": 2**k - 1, "stop": 2 ** (k + 1) - 1}
-            rows += [{**place, **row} for row in _by_head(means, "mean")]
+            about = {"measure": measure, "start": 2**k - 1, "stop": 2 ** (k + 1) - 1}
+            rows += [{**about, **row} for row in _by_head(means, "mean")]
         for k, lives in self.by_bin.items():
             middle, low, high = (float(lives.quantile(q)[0]) for q in (0.5, 0.25, 0.75))
-            place = {"measure": "half_life", "start": 2**k - 1, "stop": 2 ** (k + 1) - 1}
-            rows.append({**place, "head": None, "mean": middle, "low": low, "high": high})
+            about = {"measure": "half_life", "start": 2**k - 1, "stop": 2 ** (k + 1) - 1}
+            rows.append({**about, "head": None, "mean": middle, "low": low, "high": high})
         return sorted(rows, key=lambda row: (row["measure"], row["head"] or 0, row["start"]))
 
     def _sinks(self, tokenizer: Any) -> list[Row]:

@@ -89,8 +89,8 @@ def _variables(frame: FrameType) -> dict[str, Tensor]:
     # module whose method it is. The loop may have used others before, such as a bias.
     owner, needed = frame.f_locals.get("self"), needed_names()
     of_module = {**owner._buffers, **owner._parameters} if isinstance(owner, nn.Module) else {}
-    named = {**{name: x for name, x in of_module.items() if name in needed}, **frame.f_locals}
-    return {name: x for name, x in named.items() if torch.is_tensor(x)}
+    variables = {**{name: x for name, x in of_module.items() if name in needed}, **frame.f_locals}
+    return {name: x for name, x in variables.items() if torch.is_tensor(x)}
 
 
 def _ends(written: Tensor, index: Any) -> bool:

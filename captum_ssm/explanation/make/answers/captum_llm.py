@@ -136,11 +136,11 @@ class SSMLLMAttribution(LLMGradientAttribution):
             names = [self.tokenizer.decode(tokens[first : last + 1])]
             names += [f"hop {k}" for k in range(1, count + 1)]
         keep = getattr(inp, "itp_mask", None)
-        kept = torch.arange(prompt.shape[1], device=relevance.device)
-        kept = kept if keep is None else kept[keep[0].to(relevance.device)]
+        positions = torch.arange(prompt.shape[1], device=relevance.device)
+        positions = positions if keep is None else positions[keep[0].to(relevance.device)]
         result = LLMAttributionResult(
-            seq_attr=total[kept],
-            token_attr=relevance[:, kept],
+            seq_attr=total[positions],
+            token_attr=relevance[:, positions],
             input_tokens=inp.values,
             output_tokens=names,
         )

@@ -109,8 +109,8 @@ class ShardMaker:
         explainer = self.make()
         asked = [attempt(self.columns.row, row) for row in rows]
         with seeded(self.seed + number), batch_limit(self.limit()):
-            outcomes = iter(explainer([read for read in asked if isinstance(read, InputRow)]))
-        results = [next(outcomes) if isinstance(read, InputRow) else read for read in asked]
+            outcomes = iter(explainer([result for result in asked if isinstance(result, InputRow)]))
+        results = [next(outcomes) if isinstance(result, InputRow) else result for result in asked]
         records: list[dict[str, Any]] = []
         maps: dict[int, Sequence[Maps]] = {}
         for index, row, outcome in zip(indices, rows, results, strict=True):
@@ -125,8 +125,8 @@ class ShardMaker:
                 told = {"error": _named(told)}
             elif isinstance(outcome, Example) and outcome.maps and index is not None:
                 maps[index] = outcome.maps
-            kept = {} if isinstance(values, Exception) else values
-            records.append({"index": index, **told, **{OWN + k: kept[k] for k in kept}})
+            columns = {} if isinstance(values, Exception) else values
+            records.append({"index": index, **told, **{OWN + k: columns[k] for k in columns}})
         return Shard(records, maps, list(explainer.explanation(()).settings["notes"]))
 
 

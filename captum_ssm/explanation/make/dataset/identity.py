@@ -22,10 +22,11 @@ from captum_ssm.explanation.make.inputs.pictures import is_array
 def hash_of_model(model: nn.Module) -> str:
     """A hash of all parameters and buffers of a model, and of its configuration."""
     hasher = hashlib.sha256(_config(model))
-    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = [*model.named_parameters(), *model.named_buffers()]
     # Hashing leaves Python's lock, and a large model is hashed by several threads.
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        for (name, _), digest in zip(named, pool.map(_tensor, [t for _, t in named]), strict=True):
+        digests = pool.map(_tensor, [x for _, x in weights])
+        for (name, _), digest in zip(weights, digests, strict=True):
             hasher.update(name.encode() + digest)
     return hasher.hexdigest()
 
@@ -64,9 +65,11 @@ def hash_of_rows(rows: Iterable[Any]) -> str:
 
 def _config(model: nn.Module) -> bytes:
     config: Any = getattr(model, "config", None)
-    held = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
+    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
     # Where a model was loaded from, and by which version, changes nothing.
-    settings = {key: value for key, value in held.items() if key not in ("_name_or_path", "dtype")}
+    settings = {
+        key: value for key, value in values.items() if key not in ("_name_or_path", "dtype")
+    }
     return f"{type(model).__name__} {json.dumps(settings, sort_keys=True, default=str)}".encode()
 
 
@@ -97,8 +100,8 @@ def _feed(hasher: Any, value: Any) -> None:
             _feed(hasher, item)
     elif is_array(value):
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
-        held = array.tolist() if array.dtype == object else np.ascontiguousarray(array).tobytes()
-        _feed(hasher, [str(array.dtype), list(array.shape), held])
+        content = array.tolist() if array.dtype == object else np.ascontiguousarray(array).tobytes()
+        _feed(hasher, [str(array.dtype), list(array.shape), content])
     elif is_dataclass(value):
         _feed(hasher, vars(value))
     else:

@@ -88,16 +88,16 @@ class Columns:
         asked = {**self.shared, **{k: value for k, value in asked.items() if value is not None}}
         if isinstance(asked.get("span"), list):
             asked["span"] = tuple(asked["span"])
-        read = {
+        values = {
             role: _READ.get(role, _text)(_value(entry, column), column)
             for role, column in self.inputs.items()
         }
-        if "messages" in read:
-            return InputRow(read["messages"], **asked, messages=True)
-        if "attention_mask" in read:
-            pairs = zip(read["input_ids"], read["attention_mask"], strict=True)
+        if "messages" in values:
+            return InputRow(values["messages"], **asked, messages=True)
+        if "attention_mask" in values:
+            pairs = zip(values["input_ids"], values["attention_mask"], strict=True)
             return InputRow([token for token, mark in pairs if mark], **asked)
-        return InputRow(read if len(read) > 1 else next(iter(read.values())), **asked)
+        return InputRow(values if len(values) > 1 else next(iter(values.values())), **asked)
 
     def keeps(self, column: str) -> bool:
         """Whether a column is kept with the explanation: all but what the model reads."""
@@ -233,8 +233,8 @@ def _series(value: Any, column: str) -> Any:
 def _finite(value: Any, column: str) -> Any:
     array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
-        raise InputError(f"{column} holds {array[place]} at {place}; expected finite numbers.")
+        index = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+        raise InputError(f"{column} holds {array[index]} at {index}; expected finite numbers.")
     return value
 
 

@@ -190,21 +190,21 @@ def _survey(
 def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
     # All options, those that were not given as well; methods are in the manifest by themselves.
     left_out = ("methods", "show_progress")
-    held = {name: value for name, value in {**OPTIONS, **options}.items() if name not in left_out}
-    return {name: plain(value, _class_of) for name, value in held.items()}
+    asked = {name: value for name, value in {**OPTIONS, **options}.items() if name not in left_out}
+    return {name: plain(value, _class_of) for name, value in asked.items()}
 
 
 def _made_by(explainer: Explainer) -> dict[str, Any]:
     # What is said of every explanation: where a model runs is the same on each of several GPUs.
-    held = explainer.explanation(())
-    settings = {name: value for name, value in held.settings.items() if name != "notes"}
+    explanation = explainer.explanation(())
+    settings = {name: value for name, value in explanation.settings.items() if name != "notes"}
     settings["device"] = settings["device"].partition(":")[0]
     return {
-        "model": held.model,
-        "methods": [dict(vars(method)) for method in held.methods],
+        "model": explanation.model,
+        "methods": [dict(vars(method)) for method in explanation.methods],
         "device": settings["device"],
         "settings": settings,
-        "versions": dict(held.versions),
+        "versions": dict(explanation.versions),
     }
 
 
@@ -218,5 +218,5 @@ def _told(source: Source, head: Sequence[Any]) -> dict[str, Any]:
 
 def _class_of(value: Any) -> str:
     # An object is known by its class, which is the same in each run.
-    named = value if callable(value) and hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -176,8 +176,10 @@ def _of_folder(path: Path) -> Source:
 
 def _of_arrays(path: Path) -> Source:
     # Each row of an array is what the model reads; several arrays are columns, by their names.
-    held = np.load(path, mmap_mode="r")
-    arrays = {"": held} if path.suffix == ".npy" else {name: held[name] for name in held.files}
+    opened = np.load(path, mmap_mode="r")
+    arrays = (
+        {"": opened} if path.suffix == ".npy" else {name: opened[name] for name in opened.files}
+    )
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths = {shape[0] if shape else -1 for shape in shapes.values()}
     if len(lengths) != 1 or -1 in lengths:

@@ -60,11 +60,11 @@ class Media:
                 f"to token {self.end - 1}, which the model cannot read without them; expected a "
                 "position after these."
             )
-        named = {name: _repeated(value, n, inputs) for name, value in self.arguments.items()}
+        arguments = {name: _repeated(value, n, inputs) for name, value in self.arguments.items()}
         for name, value in self.per_token.items():
             row = nn.functional.pad(value, (0, max(0, L - value.shape[1])))[:, :L]
-            named[name] = row.to(inputs.device).expand(n, -1)
-        return named
+            arguments[name] = row.to(inputs.device).expand(n, -1)
+        return arguments
 
 
 def _repeated(value: Any, count: int, inputs: Tensor) -> Any:
@@ -97,8 +97,8 @@ def media_of(inputs: Mapping[str, Any]) -> Media | None:
     per_token = {name: others.pop(name).reshape(1, -1) for name in types}
     mask = inputs.get("attention_mask")
     if mask is not None:
-        kept = torch.as_tensor(mask).reshape(-1) != 0
-        per_token = {name: value[:, kept] for name, value in per_token.items()}
+        is_real = torch.as_tensor(mask).reshape(-1) != 0
+        per_token = {name: value[:, is_real] for name, value in per_token.items()}
     return Media(others, per_token, tuple(_flat(inputs.get("images"))))
 
 
@@ -214,7 +214,7 @@ def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> It
             raise
         kinds = placeholders(model)
         counts = {kind: int((ids == token_id).sum()) for token_id, kind in kinds.items()}
-        held = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if count)
+        shown = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if count)
         shapes = ", ".join(
             f"{name} {tuple(value.shape)}"
             for name, value in media.arguments.items()
@@ -222,7 +222,7 @@ def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> It
         )
         raise InputError(
             f"{type(model).__name__} does not take {shapes} with this text, whose "
-            f"{ids.shape[-1]} tokens hold {held or 'no placeholders'}; expected placeholders for "
+            f"{ids.shape[-1]} tokens hold {shown or 'no placeholders'}; expected placeholders for "
             "the images or sound that are given, and no others. The model says: "
             f"{first_line(error)}"
         ) from error

@@ -54,14 +54,14 @@ def parse_inputs(
     """
     if inputs is None and not is_tokenizer(tokenizer):
         tokenizer, inputs = None, tokenizer
-    named = {name: value for name, value in tensors.items() if value is not None}
-    if (inputs is None) == (not named):
+    given_tensors = {name: value for name, value in tensors.items() if value is not None}
+    if (inputs is None) == (not given_tensors):
         raise TypeError(
             f"{'no input' if inputs is None else 'more than one input'} was given; expected a text "
             "with its tokenizer, token ids, a tokenizer's output, or an image."
         )
     _check_order(tokenizer, inputs)
-    inputs = named if inputs is None else inputs
+    inputs = given_tensors if inputs is None else inputs
     if _is_listed(inputs):
         inputs = list(inputs)
     if is_tokenizer(tokenizer):
@@ -285,8 +285,8 @@ def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
         if media is not None:
             texts = _of_ids(inputs["input_ids"], inputs.get("attention_mask"), None)
             return [replace(text, media=media) for text in texts if isinstance(text, Ids)]
-        named = [inputs.get(name) for name in ("attention_mask", "token_type_ids")]
-        return _of_ids(inputs["input_ids"], *named)
+        masks = [inputs.get(name) for name in ("attention_mask", "token_type_ids")]
+        return _of_ids(inputs["input_ids"], *masks)
     for names in PAIRS:
         values = [inputs[name] for name in names if name in inputs]
         columns = [[value] if isinstance(value, str) else list(value) for value in values]
@@ -320,13 +320,13 @@ def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:
             )
     texts: list[Text] = []
     for k, (row, marked, kind) in enumerate(zip(rows, marks, kinds, strict=True)):
-        kept = [i for i, mark in enumerate(marked) if mark]
-        if not kept:
+        positions = [i for i, mark in enumerate(marked) if mark]
+        if not positions:
             raise InputError(
                 f"attention_mask marks no token of example {k}; expected at least one."
             )
-        of_texts = tuple(kind[i] for i in kept)
-        texts.append(Ids([row[i] for i in kept], of_texts if any(of_texts) else ()))
+        of_texts = tuple(kind[i] for i in positions)
+        texts.append(Ids([row[i] for i in positions], of_texts if any(of_texts) else ()))
     return texts
 
 

@@ -58,9 +58,9 @@ def placed(text: TokenizedText, media: Media, model: nn.Module, processor: Any) 
     kinds = placeholders(model)
     pictures: list[Picture] = []
     for sign, kind in kinds.items():
-        places = [k for k, token_id in enumerate(text.ids) if token_id == sign]
-        if places:
-            pictures += _of_kind(kind, places, text, media, model, processor)
+        positions = [k for k, token_id in enumerate(text.ids) if token_id == sign]
+        if positions:
+            pictures += _of_kind(kind, positions, text, media, model, processor)
     pictures.sort(key=lambda picture: picture.tokens[0])
     end = 1 + max((max(picture.tokens) for picture in pictures), default=len(text.ids) - 1)
     return replace(text, media=replace(media, pictures=tuple(pictures), end=end))
@@ -68,21 +68,21 @@ def placed(text: TokenizedText, media: Media, model: nn.Module, processor: Any) 
 
 def _of_kind(
     kind: str,
-    places: Sequence[int],
+    positions: Sequence[int],
     text: TokenizedText,
     media: Media,
     model: nn.Module,
     processor: Any,
 ) -> list[Picture]:
     entries = _entries(kind, media.arguments)
-    division = _divided(entries, len(places))
+    division = _divided(entries, len(positions))
     if division is None:
-        return _in_rows(kind, places)
+        return _in_rows(kind, positions)
     merged, grids = division
     entries = _with_pixels(kind, entries, media.arguments, merged, _patch(model, processor))
     with_tokens, at = [], 0
     for entry, grid in zip(entries, grids, strict=True):
-        tokens = np.array(places[at : at + prod(grid)]).reshape(grid)
+        tokens = np.array(positions[at : at + prod(grid)]).reshape(grid)
         with_tokens.append(replace(entry, tokens=tokens))
         at += prod(grid)
     if kind == "image":
@@ -161,23 +161,25 @@ def _with_pixels(
     arrange = _row_by_row if pixels.dim() == 3 else _block_by_block
     pairs = zip(entries, each, strict=True)
     return [
-        replace(entry, pixels=arrange(held, entry.size, merged, patch)) for entry, held in pairs
+        replace(entry, pixels=arrange(values, entry.size, merged, patch)) for entry, values in pairs
     ]
 
 
-def _row_by_row(held: Tensor, size: tuple[int, int], merged: int, patch: int) -> Tensor | None:
+def _row_by_row(values: Tensor, size: tuple[int, int], merged: int, patch: int) -> Tensor | None:
     # As of SigLIP 2: patches line by line, channels last.
     h, w = size
-    pixels = held.reshape(h, w, patch, patch, -1)[..., :3]
+    pixels = values.reshape(h, w, patch, patch, -1)[..., :3]
     return pixels.permute(4, 0, 2, 1, 3).reshape(3, h * patch, w * patch)
 
 
-def _block_by_block(held: Tensor, size: tuple[int, int], merged: int, patch: int) -> Tensor | None:
+def _block_by_block(
+    values: Tensor, size: tuple[int, int], merged: int, patch: int
+) -> Tensor | None:
     # As of Qwen: those of one token together, channels first, then neighboring frames.
     h, w = size
     if h % merged or w % merged:
         return None
-    pixels = held.reshape(h // merged, w // merged, merged, merged, 3, -1, patch, patch)
+    pixels = values.reshape(h // merged, w // merged, merged, merged, 3, -1, patch, patch)
     pixels = pixels[:, :, :, :, :, 0].permute(4, 0, 2, 5, 1, 3, 6)
     return pixels.reshape(3, h * patch, w * patch)
 
@@ -232,18 +234,18 @@ def _whole(tiles: dict[tuple[int, int], PatchGrid], number: int) -> list[PatchGr
     lines = [[tiles[r + 1, c + 1] for c in range(columns)] for r in range(rows)]
     first = lines[0][0]
     tokens = np.block([[tile.tokens for tile in line] for line in lines])
-    held = [[tile.pixels for tile in line if tile.pixels is not None] for line in lines]
+    values = [[tile.pixels for tile in line if tile.pixels is not None] for line in lines]
     pixels = None
-    if sum(map(len, held)) == len(tiles):
-        pixels = torch.cat([torch.cat(line, 2) for line in held], 1)
+    if sum(map(len, values)) == len(tiles):
+        pixels = torch.cat([torch.cat(line, 2) for line in values], 1)
     size = first.size[0] * rows, first.size[1] * columns
     return [replace(first, size=size, name=f"image {number}", pixels=pixels, tokens=tokens)]
 
 
-def _in_rows(kind: str, places: Sequence[int]) -> list[Picture]:
+def _in_rows(kind: str, positions: Sequence[int]) -> list[Picture]:
     # Neighbors are one image or sound.
     runs: list[list[int]] = []
-    for k in places:
+    for k in positions:
         if runs and runs[-1][-1] == k - 1:
             runs[-1].append(k)
         else:

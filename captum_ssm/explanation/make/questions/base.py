@@ -154,8 +154,8 @@ class Questions:
         self.questions += [choices.ask(position, answer) for answer in explained]
         shown = dict.fromkeys([*top[:TOP], *explained])
         answers = _answers(choices, logits, list(shown), rows, {first: typed})
-        places = {answer.id: k for k, answer in enumerate(answers)}
-        index = {candidate: places[choices.id_of(candidate)] for candidate in shown}
+        ranks = {answer.id: k for k, answer in enumerate(answers)}
+        index = {candidate: ranks[choices.id_of(candidate)] for candidate in shown}
         contrasts = []
         if against is not None:
             contrasts = [Contrast(index[first], index[against], len(self.questions))]

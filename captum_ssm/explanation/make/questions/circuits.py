@@ -51,17 +51,17 @@ def circuits(
     graphs = []
     for output, answer, foil, question in progress(list(_asked(questions)), "circuits"):
         # A model that predicts the next token reads nothing after it.
-        read = inputs
+        text = inputs
         if output.role == NEXT and question.position is not None:
-            read = inputs[:, : question.position + 1]
+            text = inputs[:, : question.position + 1]
         try:
             graph = flow.graph(
-                read,
+                text,
                 question.place(question.answer),
-                questions.run.extra(read),
+                questions.run.extra(text),
                 against="others" if foil is None else question.place(foil.id),
                 share=SHARE,
-                tokens=texts[: read.shape[1]],
+                tokens=texts[: text.shape[1]],
             )
         except FAILS as error:
             setup.note(f"no circuit: {first_line(error)}")
@@ -69,23 +69,23 @@ def circuits(
         curve = {}
         if len(questions.outputs) <= CURVES:
             with torch.no_grad():
-                curve = _curve(questions, read, question, graph)
+                curve = _curve(questions, text, question, graph)
         against = {} if foil is None else {"against": foil.text}
         graphs.append(_told(graph, output, answer, curve | against))
     return tuple(graphs)
 
 
 def _curve(
-    questions: Questions, read: Tensor, question: Question, graph: FlowGraph
+    questions: Questions, tokens: Tensor, question: Question, graph: FlowGraph
 ) -> dict[str, Any]:
     # Runs of the model with the largest edges only, and what each token reads from itself: the
     # share of the score they recover, from that without edges to that with all of them, and
     # whether the answer comes first. Coefficients are those of the whole run.
     place = 0 if question.position is None else (0, question.position)
-    whole = questions.run(read)[place].float()
+    whole = questions.run(tokens)[place].float()
     contrast = _contrast(whole, question)
     names = [name for layer in graph.layers for name in layer.name.split(" + ")]
-    self_edges = [(name, t, t) for name in names for t in range(read.shape[1])]
+    self_edges = [(name, t, t) for name in names for t in range(tokens.shape[1])]
     rows = {}
     try:
         for k in (0, *(k for k in COUNTS if k <= len(graph.edges))):
@@ -96,7 +96,7 @@ def _curve(
                 formulation=graph.formulation,
                 coefficients="whole",
             ):
-                rows[k] = questions.run(read)[place].float()
+                rows[k] = questions.run(tokens)[place].float()
     except FAILS as error:
         questions.setup.note(f"no curve of a circuit: {first_line(error)}")
         return {}

@@ -76,8 +76,8 @@ def explained_text(
     L = len(whole.tokens)
     questions.require_memory(L)
     # Maps come first, since those that are too large are refused before any row is computed.
-    read = torch.tensor([whole.ids], device=ids.device)
-    maps = _maps(questions.setup, questions.run, read)
+    tokens = torch.tensor([whole.ids], device=ids.device)
+    maps = _maps(questions.setup, questions.run, tokens)
     relevance, deltas = yield from questions.explained(
         ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
     )

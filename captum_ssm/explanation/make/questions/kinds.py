@@ -50,8 +50,8 @@ class Task:
 
     def run_on(self, text: TokenizedText) -> Run:
         """The run on one text, with its token types."""
-        named = arguments_of(self.run.module, text)
-        return replace(self.run, named=named, media=text.media)
+        arguments = arguments_of(self.run.module, text)
+        return replace(self.run, named=arguments, media=text.media)
 
 
 def task_of(

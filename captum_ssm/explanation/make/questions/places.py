@@ -192,9 +192,9 @@ def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
             f"{text.text[begins[0] if begins else 0 :].strip()!r}."
         )
     end = at + len(wanted.strip())
-    held = [k for k, token in enumerate(text.tokens) if token.start < end and at < token.end]
-    held = [k for k in held if text.tokens[k].end > text.tokens[k].start]
-    return held[0], held[-1]
+    inside = [k for k, token in enumerate(text.tokens) if token.start < end and at < token.end]
+    inside = [k for k in inside if text.tokens[k].end > text.tokens[k].start]
+    return inside[0], inside[-1]
 
 
 def _itself(text: TokenizedText, place: tuple[int, int]) -> TargetError:

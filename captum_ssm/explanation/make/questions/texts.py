@@ -105,20 +105,20 @@ class TextQuestion:
         check_ids(ids, setup.model, self.prompt.media)
         recorded, run = setup.recorded, self.task.run_on(self.prompt)
         told = [] if recorded is None else recorded.read_at
-        read = sorted({*self.positions, *told})
+        positions = sorted({*self.positions, *told})
         if setup.lens:
-            logits, layers = _layered(setup, run, ids, read)
+            logits, layers = _layered(setup, run, ids, positions)
         else:
-            seen = yield Look(run, ids, read, self.task.first)
+            seen = yield Look(run, ids, positions, self.task.first)
             logits, layers = seen.scores[0].float(), []
         _require_ids("target", self.target, logits.shape[-1])
         _require_ids("against", self.against, logits.shape[-1])
-        places = {position: k for k, position in enumerate(read)}
+        ranks = {position: k for k, position in enumerate(positions)}
         replay = None
         if recorded is not None and self.target is not None:
             tokens = (*self.prompt.tokens, *self.target.tokens)
-            replay = recorded.compared(logits[[places[position] for position in told]], tokens)
-        rows = [places[position] for position in self.positions]
+            replay = recorded.compared(logits[[ranks[position] for position in told]], tokens)
+        rows = [ranks[position] for position in self.positions]
         logits, layers = logits[rows], [layer[rows] for layer in layers]
         followed, whole = self._followed(int(logits[-1].argmax()))
         P, answer = len(self.prompt.tokens), setup.answer

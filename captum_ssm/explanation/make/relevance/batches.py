@@ -87,10 +87,10 @@ def batches(items: Sequence[OneInput], most: int | None = None) -> Iterator[list
     for k, item in enumerate(items):
         groups.setdefault(item.group, []).append(k)
     limit = current_limit()
-    for places in groups.values():
+    for numbers in groups.values():
         batch: list[int] = []
         longest = 0
-        for k in places:
+        for k in numbers:
             example = items[k]
             longest = max(longest, example.size)
             allowed = limit.most(example, longest) if most is None else example.run.most(most)

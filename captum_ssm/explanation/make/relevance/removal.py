@@ -126,8 +126,8 @@ class Parts:
     def _index(self) -> Tensor:
         # The patch of each place of an image or a video.
         numbers = torch.arange(math.prod(self.shape), dtype=torch.float64).view(1, 1, *self.shape)
-        places = F.interpolate(numbers, tuple(self.inputs.shape[2:]), mode="nearest")
-        return places[0, 0].long()
+        numbers_of = F.interpolate(numbers, tuple(self.inputs.shape[2:]), mode="nearest")
+        return numbers_of[0, 0].long()
 
 
 def is_causal(run: Callable[[Tensor], Tensor], parts: Parts, position: int) -> bool:

@@ -195,8 +195,8 @@ def _by_row(
     method: TokenAttribution, jobs: Sequence[_Job], step: int | None, what: str
 ) -> Iterator[tuple[list[_Job], TokenAttribution]]:
     groups = list(batches(jobs, step))
-    for places in progress(groups, what) if what else groups:
-        yield [jobs[k] for k in places], method
+    for numbers in progress(groups, what) if what else groups:
+        yield [jobs[k] for k in numbers], method
 
 
 def _off_one_run(
@@ -207,8 +207,8 @@ def _off_one_run(
     for job in jobs:
         of_inputs.setdefault(job.index, []).append(job)
     each = list(of_inputs.values())
-    for places in batches([ks[0] for ks in each], step):
-        several = [each[k] for k in places]
+    for numbers in batches([ks[0] for ks in each], step):
+        several = [each[k] for k in numbers]
         of = method
         if several[0][0].question.position is not None:
             batch = joined([ks[0] for ks in several])
@@ -229,8 +229,8 @@ def _attributed(
     if needs_target and questions[0].is_target and run.is_plain:
         selects["target"] = _targets(questions)
     else:
-        places = [question.position for question in questions]
-        selects["position"] = torch.tensor(places, device=inputs.device) if is_text else None
+        positions = [question.position for question in questions]
+        selects["position"] = torch.tensor(positions, device=inputs.device) if is_text else None
         if needs_target or _has_place_of_its_own(questions[0], run):
             method, extra = _of_scores(method, run, questions), None
     if extra is not None:

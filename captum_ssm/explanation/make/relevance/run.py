@@ -47,11 +47,11 @@ class Run:
     def arguments(self, inputs: Tensor) -> dict[str, Any]:
         """The further arguments for inputs ``(n, L)``, which may be the first tokens alone."""
         # Nothing is generated, and a cache that is written in place takes no gradient.
-        named: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         if "use_cache" in parameter_names(self.module):
-            named["use_cache"] = False
+            by_name["use_cache"] = False
         return (
-            named
+            by_name
             | {
                 name: value[:, : inputs.shape[1]].to(inputs.device).expand(len(inputs), -1)
                 for name, value in self.named.items()
@@ -98,8 +98,8 @@ class OneInput:
 
     def until(self, end: int) -> OneInput:
         """The first ``end`` tokens of a text."""
-        named = {name: value[:, :end] for name, value in self.run.named.items()}
-        return OneInput(replace(self.run, named=named), self.inputs[:, :end])
+        arguments = {name: value[:, :end] for name, value in self.run.named.items()}
+        return OneInput(replace(self.run, named=arguments), self.inputs[:, :end])
 
 
 def joined(several: Sequence[OneInput]) -> OneInput:
@@ -117,8 +117,8 @@ def joined(several: Sequence[OneInput]) -> OneInput:
         if first.is_text
         else [example.inputs for example in several]
     )
-    named = {
+    arguments = {
         name: torch.cat([example.run.named[name] for example in several])
         for name in first.run.named
     }
-    return OneInput(replace(first.run, named=named), inputs)
+    return OneInput(replace(first.run, named=arguments), inputs)

@@ -44,9 +44,9 @@ def joined(chunks: Sequence[Data]) -> dict[str, Any]:
     response: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
-        named = {k: v for k, v in chunk.items() if k != "choices" and v is not None}
-        response = named | response if response else named
-        response |= {k: v for k, v in named.items() if k == "usage"}
+        fields = {k: v for k, v in chunk.items() if k != "choices" and v is not None}
+        response = fields | response if response else fields
+        response |= {k: v for k, v in fields.items() if k == "usage"}
         for choice in chunk.get("choices") or ():
             index = choice.get("index", 0)
             choices[index] = _extended(choices.get(index, {}), choice)

@@ -27,9 +27,9 @@ def each_record(entry: Any) -> Iterator[Any]:
     What cannot be read is its error.
     """
     keys = entry.keys() if isinstance(entry, Mapping) else ()
-    read = next((reader for marks, reader in READERS.items() if marks <= set(keys)), None)
+    read_as = next((reader for marks, reader in READERS.items() if marks <= set(keys)), None)
     try:
-        yield from [entry] if read is None else read(entry)
+        yield from [entry] if read_as is None else read_as(entry)
     except Exception as error:  # whatever an entry that is damaged may raise
         yield error
 
@@ -136,8 +136,8 @@ def _scored(continuation: str, response: Sequence[Any]) -> dict[str, Any]:
     return {"text": continuation, **told}
 
 
-def _values(held: Any) -> list[Any]:
-    return list(held.values() if isinstance(held, Mapping) else held)
+def _values(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, Mapping) else value)
 
 
 # By the keys that an entry has.

@@ -38,13 +38,13 @@ def _lines(path: Path) -> Iterator[Any]:
 
 def _json(path: Path) -> Iterator[Any]:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}. Expected the log of a server.") from error
-    if isinstance(held, Mapping) and held.keys() >= INSPECT:
+    if isinstance(record, Mapping) and record.keys() >= INSPECT:
         yield from _samples(path)
     else:
-        yield from _listed(held)
+        yield from _listed(record)
 
 
 def _samples(path: Path) -> Iterator[Any]:
@@ -78,5 +78,5 @@ def with_requests(records: Iterable[Any], requests: Iterable[Any]) -> Iterator[A
             yield InputError(f"no request has the custom_id {name!r} of this record.")
 
 
-def _listed(held: Any) -> list[Any]:
-    return held if isinstance(held, list) else [held]
+def _listed(record: Any) -> list[Any]:
+    return record if isinstance(record, list) else [record]

@@ -204,10 +204,10 @@ def _with_total(record: ServedRecord, total: Any) -> ServedRecord:
     return record if is_told else replace(record, total=_number(total))
 
 
-def _single(held: Data) -> Data:
+def _single(choice: Data) -> Data:
     # What is neither the prompt nor the answer.
     left_out = ("object", "prompt", "text", "messages")
-    return {k: v for k, v in held.items() if k not in left_out and isinstance(v, SINGLE)}
+    return {k: v for k, v in choice.items() if k not in left_out and isinstance(v, SINGLE)}
 
 
 # vLLM in Python.
@@ -238,8 +238,8 @@ def _entry(row: Any, token_id: int) -> tuple[str | None, None, float | None]:
 def _choice(response: Data, choice: Data, request: Data) -> ServedRecord:
     logprobs = choice.get("logprobs") or {}
     is_chat = "message" in choice or "content" in logprobs
-    read = _chat_tokens if is_chat else _completion_tokens
-    tokens, ids = read(logprobs), choice.get("token_ids")
+    tokens_of = _chat_tokens if is_chat else _completion_tokens
+    tokens, ids = tokens_of(logprobs), choice.get("token_ids")
     text = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
     prompt = {
         key: choice[key] for key in ("prompt_token_ids", "prompt_logprobs") if choice.get(key)

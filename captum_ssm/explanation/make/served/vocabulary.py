@@ -149,8 +149,11 @@ def _only(
 ) -> int:
     # The one of several tokens that continues the text.
     fits = list(known)
-    for kept in ([token_id for token_id in known if ends.get(token_id) is not None], [*encoded]):
-        fits = [token_id for token_id in fits if token_id in kept] or fits
+    for candidates in (
+        [token_id for token_id in known if ends.get(token_id) is not None],
+        [*encoded],
+    ):
+        fits = [token_id for token_id in fits if token_id in candidates] or fits
     if len(fits) > 1:
         raise InputError(
             f"token {k} of the answer is {told(token)}, which may be any of the ids "
