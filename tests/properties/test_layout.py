@@ -138,7 +138,7 @@ def test_test_files_are_named_after_what_they_test():
     Behavior across folders is tested here, in ``properties``; ``fla`` needs Triton.
     """
     folders = {path.parent for path in TESTS.glob("*/test_*.py")}
-    others = {"properties", "fla", "wiring"}
+    others = {"properties", "fla"}
     assert {folder.name for folder in folders if not (ROOT / folder.name).is_dir()} <= others
     lost = []
     for path in TESTS.glob("*/test_*.py"):

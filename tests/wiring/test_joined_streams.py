@@ -3,7 +3,7 @@
 import pytest
 import torch
 from methods import assert_close
-from test_output import E, L, rollout, tokens, with_forward
+from three_mixers import E, L, rollout, tokens, with_forward
 from torch import nn
 
 from captum_ssm import MambaLRP, MambaRollout

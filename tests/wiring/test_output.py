@@ -6,9 +6,21 @@ import warnings
 
 import pytest
 import torch
-from inputs import noise
 from methods import assert_close
 from models import randomize
+from three_mixers import (
+    Doubled,
+    DoubledOnce,
+    E,
+    L,
+    after,
+    rollout,
+    straight,
+    tokens,
+    two,
+    warnings_of_relevance,
+    with_forward,
+)
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -22,51 +34,6 @@ from captum_ssm import (
 )
 from captum_ssm.capture import freeze
 from captum_ssm.capture.request import Request
-from captum_ssm.mixers import MixerCall, find_adapter
-from captum_ssm.models import BidirectionalMamba
-
-L, E = 9, 16
-
-
-class Base(nn.Module):
-    """Three mixers and what else people put between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (
-            BidirectionalMamba(E, state=4, bimamba_type="none") for _ in range(3)
-        )
-        self.linear, self.head, self.gate = nn.Linear(E, E), nn.Linear(E, 3), nn.Linear(E, 1)
-        self.flat, self.time = nn.Linear(L * E, 3), nn.Linear(L, L)
-        self.gru = nn.GRU(E, E, batch_first=True)
-        randomize(self)
-
-    def towards(self, x):
-        x = x + self.a(x)
-        return x + self.b(x)
-
-
-def with_forward(forward):
-    return type("Model", (Base,), {"forward": forward})().double().eval()
-
-
-def tokens():
-    return noise(1, L, E, seed=2)
-
-
-def after(mixer, x, rows):
-    """The state after a mixer with a residual stream, and the rows of its rollout."""
-    call = MixerCall("mixer", mixer, (x,), {}, mixer(x))
-    return x + call.result, rows + find_adapter(mixer)(call).recurrence.matrix("mean") @ rows
-
-
-@torch.no_grad()
-def rollout(model, x, *mixers):
-    """The states and the rows, ``(1, L, L)``, before and after each mixer."""
-    found = [(x, torch.eye(x.shape[1], dtype=x.dtype)[None])]
-    for mixer in mixers:
-        found.append(after(mixer, *found[-1]))
-    return found
 
 
 def attention(m, h):
@@ -180,10 +147,6 @@ def hidden(x, how):
     return torch.cat([first.detach(), x[:, 4:]], 1)
 
 
-def straight(x, moved):
-    return x + (moved - x).detach()
-
-
 def rounded(x):
     # Straight through: what is rounded moves in steps of a quarter.
     return straight(x, (4 * ema(x)).round() / 4)
@@ -207,24 +170,6 @@ class LyingOnce(Lying):
     backward = staticmethod(once_differentiable(Lying.backward))
 
 
-class Doubled(torch.autograd.Function):
-    """Each token twice, by a kernel whose backward pass is right, and leaves no graph."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient.detach()
-
-
-class DoubledOnce(Doubled):
-    """Each token twice, by a kernel that says that its backward pass cannot be differentiated."""
-
-    backward = staticmethod(once_differentiable(Doubled.backward))
-
-
 def normed(x):
     # By the size of all earlier tokens, which autograd does not see.
     size = x.square().mean(-1, keepdim=True).cumsum(1) / torch.arange(1, L + 1)[:, None]
@@ -245,11 +190,6 @@ def written(x):
 def in_phase(x, other):
     # The real part of a complex number that is turned by 0.8 + 0.6i.
     return (torch.complex(x, other) * (0.8 + 0.6j)).real
-
-
-def two(m, x, between):
-    h = between(x + m.a(x))
-    return m.head((h + m.b(h))[:, -1])
 
 
 REFUSED = {
@@ -306,13 +246,6 @@ def test_a_kernel_whose_backward_pass_has_no_graph_hides_nothing(kernel):
     assert_close(MambaRollout(model).attribute(x), MambaRollout(plain).attribute(x), 1e-9)
     (said,) = warnings_of_relevance(model, x)
     assert "has no rule" in said
-
-
-def warnings_of_relevance(model, x, method=MambaLRP):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        method(model).attribute(x, target=1)
-    return [str(one.message) for one in said]
 
 
 class Own(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import build
 from methods import assert_close
-from test_output import Base, rollout
+from three_mixers import Base, rollout
 from torch import nn
 from torch.nn import functional as F
 

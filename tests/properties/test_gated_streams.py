@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from methods import MAPS, METHODS, assert_close
-from test_output import after, rollout, tokens, warnings_of_relevance, with_forward
+from three_mixers import after, rollout, tokens, warnings_of_relevance, with_forward
 
 from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, supported
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import wild
 from methods import assert_close, each_method
-from test_output import E, tokens, with_forward
+from three_mixers import E, tokens, with_forward
 from torch import nn
 
 from captum_ssm import MambaLRP, UnsupportedModelError

@@ -8,7 +8,7 @@ from families import build
 from inputs import noise
 from methods import MAPS, METHODS, assert_close
 from models import ids
-from test_output import E, L, after, rollout, tokens, with_forward
+from three_mixers import E, L, after, rollout, tokens, with_forward
 
 from captum_ssm import (
     LaTIM,

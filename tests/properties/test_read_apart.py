@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from methods import assert_close
-from test_output import L, rollout, tokens, with_forward
+from three_mixers import L, rollout, tokens, with_forward
 
 from captum_ssm import MambaRollout, RawAttention, supported
 from captum_ssm.mixers import MixerCall, find_adapter

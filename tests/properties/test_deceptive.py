@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from methods import MAPS, assert_close
-from test_output import (
+from three_mixers import (
     DoubledOnce,
     E,
     L,

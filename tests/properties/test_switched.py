@@ -6,7 +6,7 @@ import pytest
 import torch
 from methods import MAPS, METHODS, assert_close
 from models import randomize
-from test_output import Base, E, tokens, two, warnings_of_relevance, with_forward
+from three_mixers import Base, E, tokens, two, warnings_of_relevance, with_forward
 from torch import nn
 
 from captum_ssm import MambaLRP, MambaRollout, UnsupportedModelError, supported
