@@ -32,6 +32,7 @@ def explicit(model: TwoGrids, x: Tensor) -> dict[int | None, Tensor]:
     """The relevance of the 8 steps of one example, by stage."""
     latim, L = LaTIM(model), 8
     fine = latim.contributions(x, 0, range(L), activation="gate")[0]
+    fine = fine * model.fine.gate[:, None] if isinstance(model.fine, GatedByToken) else fine
     coarse = latim.contributions(x, 1, range(L // 2), activation="gate")[0]
     h = model.inp(x)
     after = model.fine(h)
@@ -57,8 +58,22 @@ def explicit(model: TwoGrids, x: Tensor) -> dict[int | None, Tensor]:
     }
 
 
-def test_two_grids_are_an_explicit_sum():
-    model, x = made(TwoGrids()), noise(2, 8, 3)
+class GatedByToken(Layer):
+    """What its mixer returns is multiplied, differently at each token, before it is added."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp=False)
+        self.gate = nn.Parameter(torch.randn(8, E))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.gate * self.mixer(self.norm(h))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_two_grids_are_an_explicit_sum(is_gated):
+    model, x = TwoGrids(), noise(2, 8, 3)
+    model.fine = GatedByToken() if is_gated else model.fine
+    model = made(model)
     latim = LaTIM(model, feature_share="even")
     for grid in (None, 0, 1, -1):
         found, delta = latim.attribute(

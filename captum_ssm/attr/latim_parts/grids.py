@@ -3,8 +3,7 @@ r"""ALTI-Logit through mixers that work on different tokens: grids, orders, U-sh
 Also where the score is read from one residual stream by no norm or head that is known. The score's
 coefficients at what a mixer returned are then its gradient along the ways past all later mixers,
 norms and gates frozen as in MambaLRP. What the score reads of the inputs past the first stream has
-their values times its gradient. Between grids relevance is carried by the measured transport, whose
-rows are shares.
+their values times its gradient. Between grids relevance is carried by the measured transport.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep
-from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
+from captum_ssm.attr.latim_parts.residual_stream import feeding_norm, is_one
 from captum_ssm.attr.norms import first_input
 from captum_ssm.attr.relevance import of_constants, times, warn_of_added, warn_of_unruled
 from captum_ssm.attr.relevance_stand_ins import RelevanceStandIns, has_a_rule
@@ -31,7 +30,7 @@ from captum_ssm.capture.unknown_mixers import warn_of_unknown
 from captum_ssm.discovery.measure.unfused import fused_norms
 from captum_ssm.discovery.scans import FunctionCall, intercepted
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.graph.factors import before_casts
+from captum_ssm.graph.factors import before_casts, factors
 from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import is_read_past, meetings
@@ -78,6 +77,15 @@ def _cut(
     return _Cut(port.exit, stream and before_casts(stream), call.tokens().detach())
 
 
+class _Coefficients(NamedTuple):
+    # The score's coefficients at what a mixer returned, at the stream before it, and at their sum,
+    # (T, E), if a graph leads there, and if there is one.
+    exit: Tensor
+    stream: Tensor | None
+    root: Point | None
+    at_root: Tensor | None
+
+
 @dataclass(frozen=True)
 class ScoreGraph:
     """The graph of a run whose mixers were cut off: how the score ``(B,)`` reads what they return.
@@ -118,13 +126,12 @@ class ScoreGraph:
         with graph._ruled() as carries:
             return None if without_rule(carries) else graph
 
-    def coefficients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """By cut, the score's coefficients at what the mixer returned, and at the stream before it.
-
-        Zero at a mixer that the score does not read; None where no graph leads to the stream.
-        """
+    def coefficients(self, groups: Sequence[Sequence[int]]) -> list[_Coefficients]:
+        """By cut, how the score reads it; sums are looked for of ``groups`` of cuts."""
         require_graph(self.score)
-        points = [p for cut in self.cuts for p in (cut.exit, cut.stream) if p is not None]
+        sums = self._sums(groups)
+        ends = [(self.cuts[k].exit, self.cuts[k].stream, root) for k, root in enumerate(sums)]
+        points = [point for of_cut in ends for point in of_cut if point is not None]
         with self._ruled() as carries:
             if not carries[self.score.grad_fn]:
                 raise of_constants()
@@ -134,24 +141,31 @@ class ScoreGraph:
             gradients = torch.autograd.grad(
                 self.score.sum(), edges, allow_unused=True, retain_graph=True
             )
-        pairs = zip(points, gradients, strict=True)
-        at = {point: g.detach() for point, g in pairs if g is not None}
+        at = {p: g.detach() for p, g in zip(points, gradients, strict=True) if g is not None}
         coefficients = []
-        for end, stream, _ in self.cuts:
-            at_exit, at_stream = at.get(end), None if stream is None else at.get(stream)
-            if at_exit is None:
-                at_exit = torch.zeros(end.shape, dtype=end.dtype, device=end.device)
+        for end, stream, root in ends:
+            at_exit = at.get(end, torch.zeros(end.shape, dtype=end.dtype, device=end.device))
+            at_stream = None if stream is None else at.get(stream)
             if stream is not None and at_stream is not None and stream.channels is not None:
                 at_stream = at_stream.movedim(stream.channels, -1)
-            coefficients.append((at_exit, at_stream))
+            at_root = None if root is None else root.flat(at[root])
+            coefficients.append(_Coefficients(at_exit, at_stream, root, at_root))
         return coefficients
 
-    def through_matrix(self, group: Sequence[int]) -> bool:
-        """Whether what mixers side by side returned goes through a matrix before it is added.
+    def _sums(self, groups: Sequence[Sequence[int]]) -> list[Point | None]:
+        # By cut, the first tensor, in the stream's form, that all the score reads of it and of the
+        # stream before its group goes through.
+        sums: list[Point | None] = [None] * len(self.cuts)
+        for group in groups:
+            streams = [stream for k in group if (stream := self.cuts[k].stream) is not None][:1]
+            for k in group if streams else ():
+                edges = meetings([Point.of(self.score, None)], [self.cuts[k].exit, *streams])
+                joined = (Point.at(edge, streams[0].channels) for edge in edges)
+                sums[k] = next((p for p in joined if p.shape == streams[0].shape), None)
+        return sums
 
-        Args:
-            group (sequence of int): their cuts.
-        """
+    def through_matrix(self, group: Sequence[int]) -> bool:
+        """Whether what cuts side by side returned goes through a matrix before it is added."""
         sums = self._segments.around(Point.of(self.score, None), group).first_sums
         ends = [self.cuts[k].exit for k in group]
         ways = (edge for node in sums for edge in meetings([Point.at(node)], ends))
@@ -275,22 +289,21 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     warn_of_unknown(frozen.request.module, wiring.unknown or None)
     read = wiring.read
     _check_shares([wiring.steps[i].reads for i in read])
-    mixers: dict[int, list[_Mixer]] = {}
-    pairs = graph.coefficients()
-    for layer, cut, pair in zip(frozen.layers, graph.cuts, pairs, strict=True):
-        if layer.step in read:
-            mixers.setdefault(layer.step, []).append((layer, cut, *pair))
-    # The steps before which something leaves the stream that is read again past them.
-    reads = [*(wiring.steps[i].reads for i in read), wiring.output]
-    left = {max(earlier, -1) + 1 for read in reads for earlier, _ in read[1:]}
-    steps = {
-        step: _step(group, frozen.shape[0], is_left=step in left) for step, group in mixers.items()
+    groups = {
+        step: [k for k, layer in enumerate(frozen.layers) if layer.step == step] for step in read
     }
+    # Nothing is known of sums where the stream is read again past them.
+    reads = [*(wiring.steps[i].reads for i in read), wiring.output]
+    left = {max(earlier, -1) + 1 for sources in reads for earlier, _ in sources[1:]}
+    coefficients = graph.coefficients([group for i, group in groups.items() if i not in left])
+    calls = [*zip(frozen.layers, graph.cuts, coefficients, strict=True)]
+    mixers = {step: [calls[k] for k in group] for step, group in groups.items()}
+    steps = {step: _step(group, frozen.shape[0]) for step, group in mixers.items()}
     _warn_of_matrices(graph, frozen.layers, sorted(steps)[:-1])
     stream, direction = next(
-        (cut.stream, at_stream)
-        for _, cut, _, at_stream in mixers[min(mixers)]
-        if cut.stream is not None and at_stream is not None
+        (cut.stream, at.stream)
+        for _, cut, at in mixers[min(mixers)]
+        if cut.stream is not None and at.stream is not None
     )
     past = graph.relevance_past(stream, direction)
     first = frozen.layers[0]
@@ -334,24 +347,15 @@ def _check_shares(reads: Sequence[tuple[Source, ...]]) -> None:
         )
 
 
-# A layer, its cut, and the coefficients of the score there.
-_Mixer = tuple[FrozenCall, _Cut, Tensor, Tensor | None]
+_MixerRead = tuple[FrozenCall, _Cut, _Coefficients]
 
 
-def _step(group: Sequence[_Mixer], batch: int, *, is_left: bool) -> LayerStep:
-    for layer, cut, _, at_stream in group:
-        if at_stream is not None and cut.before.shape == cut.exit.shape:
-            before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
-            groups = []
-            for mixer, _, at_exit, _ in group:
-                direction = _in_place(mixer, at_exit, batch)
-                # Nothing is known of scales where the score reads the stream before the mixers by
-                # another way than that after them.
-                scaled = (
-                    ([mixer], direction) if is_left else _multiplied(mixer, direction, at_before)
-                )
-                groups.append(scaled)
-            return LayerStep(groups, before, at_before)
+def _step(group: Sequence[_MixerRead], batch: int) -> LayerStep:
+    for layer, cut, at in group:
+        if at.stream is not None and cut.before.shape == cut.exit.shape:
+            before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at.stream))
+            stream = next(cut.stream for _, cut, _ in group if cut.stream is not None)
+            return LayerStep([_as_added(*read, stream, batch) for read in group], before, at_before)
     raise UnsupportedModelError(
         f"{group[0][0].name} does not add to a residual stream of its own tokens that leads on "
         "to the score, or is not given it by a norm that is known; LaTIM expects that of every "
@@ -359,22 +363,34 @@ def _step(group: Sequence[_Mixer], batch: int, *, is_left: bool) -> LayerStep:
     )
 
 
-def _multiplied(
-    layer: FrozenCall, direction: Tensor, at_stream: Tensor
+def _as_added(
+    layer: FrozenCall, cut: _Cut, at: _Coefficients, stream: Point, batch: int
 ) -> tuple[list[FrozenCall], Tensor]:
-    # A mixer and its direction, with what its output is multiplied by before it is added to the
-    # stream, a number per channel, in the mixer. The score reads the stream by the mixer's own norm
-    # nowhere else, so that its coefficients after the mixer are those before it.
-    if direction.shape != at_stream.shape:
+    # A mixer with what multiplies its output before it meets the stream, and its direction there.
+    direction = _in_place(layer, at.exit, batch)
+    if at.root is None or at.at_root is None:
         return [layer], direction
-    whole = at_stream.double().square().sum((0, 1))
-    scale = (direction.double() * at_stream).sum((0, 1)) / whole.clamp(min=1e-300)
-    scale = torch.where((whole > 0) & (scale != 0), scale, 1.0).to(direction)
-    error = (direction - scale * at_stream).norm() / direction.norm().clamp(min=1e-30)
-    is_one = bool((scale - 1).abs().max() <= 1e-3)
-    if is_one or not bool(error <= 1e-3):
-        return [layer], direction
-    return [layer.times(scale)], direction / scale
+    rounding = max(1e-3, 4 * torch.finfo(at.exit.dtype).eps)
+    # The sum is of tokens in the model's order, or in the mixer's.
+    for order, place in ((layer.order, replace(layer, order=None)), (None, layer)):
+        orders = [None if order is None else order.flatten(), None]
+        # A product with what the stream is made into counts half for each side.
+        scale, of_stream = (
+            factor if factor is None or factor.dim() == 1 else at.root.flat(factor)
+            for factor in factors(at.root, [cut.exit, stream], orders)
+        )
+        if scale is None:
+            continue
+        # In units of the stream.
+        unit = 1 if of_stream is None or not of_stream.all() else of_stream
+        scale, summed = (
+            x if x.dim() == 1 else _in_place(place, x.unflatten(0, (batch, -1)), batch)
+            for x in (scale / unit, at.at_root * unit)
+        )
+        off = (direction - scale.to(summed) * summed).norm()
+        if bool(off <= rounding * direction.norm()):
+            return [layer if is_one(scale) else layer.times(scale)], summed
+    return [layer], direction
 
 
 def _in_place(layer: FrozenCall, x: Tensor, batch: int) -> Tensor:

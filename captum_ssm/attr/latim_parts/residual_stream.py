@@ -164,8 +164,8 @@ def _as_added(
             f"multiplied; {_ELSE}"
         )
     pairs = zip(group, known_scales, strict=True)
-    layers = [layer if _is_one(scale) else layer.times(scale) for layer, scale in pairs]
-    return layers, unit if _is_one(of_stream) else of_stream.to(unit)
+    layers = [layer if is_one(scale) else layer.times(scale) for layer, scale in pairs]
+    return layers, unit if is_one(of_stream) else of_stream.to(unit)
 
 
 def _is_of(point: Point, stream: Tensor) -> bool:
@@ -209,7 +209,8 @@ def _exits(group: Sequence[FrozenCall], live: Recording | None) -> list[Point | 
     return [ports[layer.source.order].exit for layer in group]
 
 
-def _is_one(factor: Tensor) -> bool:
+def is_one(factor: Tensor) -> bool:
+    """Whether a factor changes nothing, as far as it is rounded."""
     return bool((factor - 1).abs().max() <= 4 * torch.finfo(factor.dtype).eps)
 
 
