@@ -13,7 +13,8 @@ from captum_ssm.graph.points import Point
 # Operations whose inputs are multiplied.
 FACTORS = ("Mul", "Div")
 # Nodes of these names keep what they are given, as it is or in a sum.
-VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
+_AXES = ("Transpose", "T0", "Permute", "Squeeze", "Unsqueeze")
+VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", *_AXES)
 KEEPING = ("Add", *VIEWS)
 
 

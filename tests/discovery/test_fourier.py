@@ -78,13 +78,31 @@ class Einsum(S4D):
         return torch.fft.irfft(product, n=n)[..., :length].flatten(1, 2)
 
 
+class AlongTokens(S4D):
+    """As gated state spaces: channels last, and transforms along an axis that is named."""
+
+    def convolved(self, u: Tensor) -> Tensor:
+        length, n = u.shape[-1], 2 * u.shape[-1]
+        k, x = torch.fft.rfft(self.kernel.mT, n=n, dim=-2), torch.fft.rfft(u.mT, n=n, dim=1)
+        return torch.fft.irfft(x * k, n, 1)[:, :length].mT
+
+
+class InBlocks(S4D):
+    """As Hyena: one head and one block of tokens have axes of their own."""
+
+    def convolved(self, u: Tensor) -> Tensor:
+        n, u = 2 * u.shape[-1], u[:, None, :, None]
+        k, x = torch.fft.rfft(self.kernel, n=n)[:, None], torch.fft.rfft(u, n=n)
+        return torch.fft.irfft(x * k, n=n)[:, 0, :, 0, : u.shape[-1]]
+
+
 def tokens(B=1, width=6):
     return torch.randn(B, L, width)
 
 
 @pytest.mark.parametrize("glu", [True, False], ids=["glu", "plain"])
 @pytest.mark.parametrize("way", ["past", "both"])
-@pytest.mark.parametrize("kind", [S4D, Einsum])
+@pytest.mark.parametrize("kind", [S4D, Einsum, AlongTokens, InBlocks])
 def test_a_convolution_that_is_written_out_is_measured(kind, way, glu):
     module, x = kind(glu, way).eval(), tokens(2).mT
     with torch.no_grad():

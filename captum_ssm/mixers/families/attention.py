@@ -101,6 +101,7 @@ class _Cached:
 
 
 def _record(call: MixerCall) -> dict[str, Any]:
+    config = copy.copy(call.module.config)  # without which it is none of transformers' classes
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # Registered once and never removed: another thread's run may be using it.
@@ -111,8 +112,8 @@ def _record(call: MixerCall) -> dict[str, Any]:
     module, last = _shallow(call.module), nn.Identity()  # for what the last layer is given
     last.register_forward_hook(lambda _, args, y: seen.update(gate=y))
     _replace(module, _output_path(call.module), last)
-    module.__dict__["config"] = copy.copy(call.module.config)
-    module.config._attn_implementation = _INTERFACE
+    module.__dict__["config"] = config
+    config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
     if call.past is not None and call.past.state is not None:
         cache_names = (name for name, x in call.kwargs.items() if hasattr(x, "update"))

@@ -77,10 +77,11 @@ class Transforms:
         arguments = _taken(args, kwargs)
         if arguments is None:
             return whole
-        x, n, norm = arguments
+        x, n, axis, norm = arguments
+        moved = whole.movedim(axis, -1)
         if function is not torch.fft.irfft:
             if x.is_floating_point():
-                transform = whole[..., : (n or x.shape[-1]) // 2 + 1]
+                transform = moved[..., : (n or x.shape[-1]) // 2 + 1]
                 self._known = [*self._known, (transform, x, n or x.shape[-1])][-_REMEMBERED:]
             return whole
         n = n or 2 * (x.shape[-1] - 1)
@@ -90,33 +91,39 @@ class Transforms:
         values, kernel, scale = factors
         scale = scale * {"forward": n, "ortho": n**0.5}.get(norm, 1)
         y = convolve(values, kernel * scale, n)
-        y = y.reshape(*whole.shape[:-1], y.shape[-1])
-        return torch.cat([y.to(whole.dtype), whole[..., y.shape[-1] :]], -1)
+        y = y.reshape(*moved.shape[:-1], y.shape[-1])
+        y = torch.cat([y.to(whole.dtype), moved[..., y.shape[-1] :]], -1)
+        return y.movedim(-1, axis)
 
     def _factors(self, product: Tensor, n: int) -> tuple[Tensor, Tensor, float] | None:
         # Values (B, D, L), kernel (D, K) and c of two transforms whose product this is, times c.
         for first in reversed(self._known):
             for second in self._known:
                 (a, x, n_x), (b, k, n_k) = first, second
-                fits = second is not first and n_x == n_k == n and x.dim() == 3
+                fits = second is not first and n_x == n_k == n and x.dim() >= 3
                 if not fits or k.numel() != x[0].numel() // x.shape[-1] * k.shape[-1]:
                     continue
                 if product.numel() != a.numel() or product.shape[0] != len(x):
                     continue
+                values, kernel = x.flatten(1, -2), k.reshape(-1, k.shape[-1])
                 with torch.no_grad():
-                    expected = (a * b.reshape(-1, b.shape[-1])).reshape(product.shape)
+                    expected = a.flatten(1, -2) * b.reshape(-1, b.shape[-1])
+                    expected = expected.reshape(product.shape)
                     size = expected.abs().square().sum()
                     c = float((product * expected.conj()).sum().real / size.clamp(min=1e-300))
                     left = (product - c * expected).norm()
-                    if bool(left <= 1e-5 * product.norm()) and c != 0:
-                        return x, k.reshape(-1, k.shape[-1]), c
+                if bool(left <= 1e-5 * product.norm()) and c != 0:
+                    return values, kernel, c
         return None
 
 
-def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | None, str] | None:
-    # The tensor, the length and the norm of a transform along the last axis.
+def _taken(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, int | None, int, str] | None:
+    # The tensor of a transform, with its axis last, the length, the axis and the norm.
     arguments = dict(zip(("input", "n", "dim", "norm"), args, strict=False)) | kwargs
     x = arguments.get("input")
-    if not torch.is_tensor(x) or arguments.get("dim", -1) not in (-1, x.dim() - 1):
+    if not torch.is_tensor(x):
         return None
-    return x, arguments.get("n"), arguments.get("norm") or "backward"
+    axis = arguments.get("dim", -1)
+    return x.movedim(axis, -1), arguments.get("n"), axis, arguments.get("norm") or "backward"
