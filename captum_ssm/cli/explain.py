@@ -223,14 +223,7 @@ def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     # All that the arguments tell, before transformers is imported: what explain is called with,
     # and the lines of a file of texts.
-    asked: dict[str, Any] = {
-        "methods": methods_of(args),
-        "units": args.units,
-        "alternatives": args.alternatives,
-        "validate": args.validate,
-        "labels": args.labels,
-        "title": args.title,
-    }
+    asked = asked_of_all(args) | {"units": args.units, "title": args.title}
     endings = DATA if args.image is not None else (*DATA, *TABLE)
     check_output(args.output, endings if args.input is not None else (*endings, *PICTURES))
     if args.output is not None and args.output.suffix in TABLE and find_spec("pandas") is None:
@@ -272,6 +265,12 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
             raise ValueError("--question was given without --text, in which its answer stands.")
         asked["inputs"] = {"question": args.question, "context": args.text}
     return asked, lines
+
+
+def asked_of_all(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of explain that are not about texts alone."""
+    told = {name: getattr(args, name) for name in ("alternatives", "validate", "labels")}
+    return {"methods": methods_of(args), **told}
 
 
 def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from captum_ssm.cli.explain import (
     add_answers,
     add_kept,
+    asked_of_all,
     asked_of_texts,
     check_no_text,
     class_of,
@@ -23,7 +24,7 @@ from captum_ssm.cli.loading import (
     load_for_rows,
     quiet,
 )
-from captum_ssm.cli.options import add_methods, add_options, methods_of
+from captum_ssm.cli.options import add_methods, add_options
 from captum_ssm.cli.parser import listed
 from captum_ssm.cli.replay import add_served, bound_of
 from captum_ssm.explanation import ExplainedDataset
@@ -113,12 +114,12 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Explain, write, and say how many."""
-    methods = methods_of(args)
+    asked = asked_of_all(args)
     columns = _columns(args.columns)
     if args.device == "cuda":  # of several processes each has its own
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     check_loading(args)
-    asked = asked_of_texts(args)
+    asked |= asked_of_texts(args)
     with quiet():
         dataset = _dataset(args)
         model, tokenizer, known = load_for_rows(args)
@@ -135,10 +136,6 @@ def run(args: argparse.Namespace) -> None:
             rows_per_shard=args.rows_per_shard,
             batch_memory=args.batch_memory,
             on_error=args.on_error,
-            methods=methods,
-            alternatives=args.alternatives,
-            validate=args.validate,
-            labels=args.labels,
             **asked,
             **known,
         )

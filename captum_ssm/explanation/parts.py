@@ -166,6 +166,12 @@ class Output:
     hops: tuple[int, ...] = ()
     through: str = RELEVANCE
 
+    def last_of(self, count: int) -> int:
+        """The last of ``count`` tokens that the output may be read from."""
+        if self.part is not None:
+            return self.part[1] - 2
+        return count - 1 if self.position is None else self.position
+
     @property
     def reading_token(self) -> int | None:
         """The one token at which the output is read, if it is one."""

@@ -135,11 +135,10 @@ def _entries(
     # What is explained first at each output, token by token: (text, position, distance), numbers.
     for example in examples:
         for output in example.outputs:
-            row, last = output.answers[output.chosen].row, output.position
+            row = output.answers[output.chosen].row
             assert row is not None
             values = example.relevance[method][row]
-            if last is None:  # it is read from all of them, or up to the end of a part
-                last = len(values) - 1 if output.part is None else output.part[1] - 2
+            last = output.last_of(len(values))
             values = values[: last + 1]
             pairs = zip(values.tolist(), shares(values).tolist(), strict=True)
             for j, pair in enumerate(pairs):

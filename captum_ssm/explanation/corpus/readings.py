@@ -173,10 +173,7 @@ def _values(
     row = output.answers[output.chosen].row
     assert row is not None
     values = np.array(example.relevance[method][row], dtype=np.float64)
-    last = len(values) - 1 if output.position is None else output.position
-    if output.part is not None:
-        last = output.part[1] - 2
-    last = max(last, int(np.flatnonzero(values)[-1]) if values.any() else 0)
+    last = max(output.last_of(len(values)), int(np.flatnonzero(values)[-1]) if values.any() else 0)
     apart = None if reading_token else output.reading_token
     return values[: last + 1], read_apart(example, output) if reading_token is None else apart
 

@@ -42,6 +42,12 @@ from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import showing
 
 PACKAGES = ("torch", "captum", "transformers", "numpy")
+# What an explanation says of how it was made, in this order.
+SETTINGS = (
+    *("target", "against", "position", "max_new_tokens", "generation", "units", "spans", "span"),
+    *("hops", "reasoning", "through", "alternatives", "maps", "layers", "lens", "circuit"),
+    *("dtype", "device", "notes"),
+)
 
 
 @dataclass(frozen=True)
@@ -229,29 +235,13 @@ class Explainer:
         self, examples: Iterable[Example], target: Any = None, against: Any = None
     ) -> Explanation:
         """The explanation that holds these examples, and how they were made."""
-        setup, options, examples = self.setup, self.options, tuple(examples)
+        setup, answer, examples = self.setup, self.setup.answer, tuple(examples)
         first = next(setup.model.parameters())
-        settings = {
-            "target": target,
-            "against": against,
-            "position": setup.position,
-            "max_new_tokens": options["max_new_tokens"],
-            "generation": options["generation"],
-            "units": "span" if setup.spans else options["units"],
-            "spans": setup.spans,
-            "span": setup.answer.span,
-            "hops": setup.answer.hops,
-            "reasoning": options["reasoning"],
-            "through": setup.answer.through if setup.answer.hops else None,
-            "alternatives": setup.alternatives,
-            "maps": setup.maps,
-            "layers": setup.layers,
-            "lens": setup.lens,
-            "circuit": setup.circuit,
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "device": str(first.device),
-            "notes": setup.notes,
-        }
+        asked = {"target": target, "against": against, "span": answer.span, "hops": answer.hops}
+        asked["through"] = answer.through if answer.hops else None
+        asked["units"] = "span" if setup.spans else self.options["units"]
+        ran = {"dtype": str(first.dtype).removeprefix("torch."), "device": str(first.device)}
+        values = {**self.options, **vars(setup), **asked, **ran}
         name = _name(setup.model)
         return Explanation(
             self.heading(examples),
@@ -261,7 +251,7 @@ class Explainer:
                 for name, method in setup.methods.items()
             ),
             examples,
-            plain(settings),
+            plain({name: values[name] for name in SETTINGS}),
             _versions(),
         )
 

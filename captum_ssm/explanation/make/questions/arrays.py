@@ -24,7 +24,7 @@ from captum_ssm.explanation.make.questions.base import (
     per_example,
     to_numpy,
 )
-from captum_ssm.explanation.make.questions.labels import classes_of, configured, names_of
+from captum_ssm.explanation.make.questions.labels import classes_of, configured, itself, names_of
 from captum_ssm.explanation.make.questions.observed import Look
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.make.relevance.run import Run
@@ -64,11 +64,7 @@ class ArrayQuestion:
         return self.values.numel()
 
     def answer(self) -> Steps[Example]:
-        """The input, explained.
-
-        Raises:
-            ValueError, TypeError: as for ``explain``.
-        """
+        """The input, explained."""
         model = self.setup.model
         values = self.values.to(next(model.parameters()).device)
         seen = yield Look(Run(model), values)
@@ -187,9 +183,7 @@ def _numbers(
     first = 0 if target is None else _number("target", target, names, shape)
     other = None if against is None else _number("against", against, names, shape)
     if other == first:
-        raise TargetError(
-            f"against is {against!r}, the number that is explained; expected another one."
-        )
+        raise itself(against, "the number that is explained", "another one")
     return first, other
 
 

@@ -40,11 +40,7 @@ class OneTextQuestion(ABC):
         return len(self.text.tokens)
 
     def answer(self) -> Steps[Example]:
-        """The text, explained.
-
-        Raises:
-            ValueError, TypeError: as for ``explain``.
-        """
+        """The text, explained."""
         setup = self.setup
         ids = torch.tensor([self.text.ids], device=next(setup.model.parameters()).device)
         check_ids(ids, setup.model, self.text.media)

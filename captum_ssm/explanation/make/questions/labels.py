@@ -84,11 +84,11 @@ def classes_of(
     return chosen, other
 
 
-def itself(against: Any) -> TargetError:
-    """The error for a class that is explained against itself."""
-    return TargetError(
-        f"against is {against!r}, the class that is explained; expected another class."
-    )
+def itself(
+    against: Any, what: str = "the class that is explained", other: str = "another class"
+) -> TargetError:
+    """The error for an answer that is explained against itself."""
+    return TargetError(f"against is {against!r}, {what}; expected {other}.")
 
 
 def _unknown(name: str, wanted: str, labels: Sequence[str], hint: str = "") -> TargetError:

@@ -14,6 +14,7 @@ from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup
 from captum_ssm.explanation.make.questions.explained import OneTextQuestion
 from captum_ssm.explanation.make.questions.kinds import Task
+from captum_ssm.explanation.make.questions.labels import itself
 from captum_ssm.explanation.make.questions.observed import Seen
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.parts import END, SPAN, START
@@ -198,8 +199,5 @@ def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
 
 
 def _itself(text: TokenizedText, place: tuple[int, int]) -> TargetError:
-    first, last = place
-    return TargetError(
-        f"against is {text.part(first, last + 1)!r}, the answer that is explained; expected "
-        "another part of the text."
-    )
+    said = text.part(place[0], place[1] + 1)
+    return itself(said, "the answer that is explained", "another part of the text")

@@ -95,11 +95,7 @@ class TextQuestion:
         return list(range(first, len(self.ids))) if asked is None else asked
 
     def answer(self) -> Steps[Example]:
-        """The text, explained.
-
-        Raises:
-            ValueError, TypeError: as for ``explain``.
-        """
+        """The text, explained."""
         setup = self.setup
         ids = torch.tensor([self.ids], device=next(setup.model.parameters()).device)
         check_ids(ids, setup.model, self.prompt.media)
