@@ -62,7 +62,9 @@ def decays_of(at: slice, c: LinearAttentionCoefficients) -> Decays:
 
     def between(seen: Tensor, diagonal: int) -> Tensor:
         exponent = seen[:, :, :, None] - total[:, :, None]
-        return _exp(exponent.clamp(max=0.0), dtype) * _triangle(exponent, diagonal)
+        is_read = _triangle(exponent, diagonal)
+        # Later writes would overflow. A clamp would have no gradient where nothing decays.
+        return _exp(exponent.where(is_read, 0.0), dtype) * is_read
 
     return Decays(
         seen=_exp(seen, dtype),

@@ -411,7 +411,7 @@ def test_activations_without_a_rule_are_said(act) -> None:
         MambaLRP(lambda ids: act(model(ids).logits), model).attribute(ids_for(), target=3)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_scripted_functions_are_said() -> None:
     model, swiglu = build("mamba"), torch.jit.script(_swiglu)
 

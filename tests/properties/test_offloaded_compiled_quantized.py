@@ -429,7 +429,7 @@ def test_a_hook_that_changes_what_a_layer_returns_is_noticed(name, method):
         method(model).attribute(TOKENS, target=5)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_scripted_part_is_refused():
     model = build("mamba")
     model.lm_head = torch.jit.script(model.lm_head)
