@@ -212,7 +212,7 @@ class TokenAttribution(ModelAttribution):
                     )
                 )
                 raise TypeError(
-                    f"{self.get_name()}.attribute has no option {name!r}; expected "
+                    f"{type(self).__name__}.attribute has no option {name!r}; expected "
                     f"{', '.join(known) or 'no further options'}. {why}"
                 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from captum_ssm.capture.finite import is_finite
 from captum_ssm.capture.model import input_embeddings, is_model, is_wrapped, parameter_names, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.utils.blocks import contextmanager
@@ -66,7 +67,7 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
     :func:`ids_explained` refuses those that it does not.
 
     Raises:
-        InputError: for a wrong shape, or no values at all.
+        InputError: for a wrong shape, no values at all, or NaN and Inf.
         TypeError: for anything except a dense tensor, or a wrong dtype.
     """
     if not isinstance(inputs, Tensor):
@@ -91,6 +92,11 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         raise InputError(
             "inputs is on the device meta, where tensors have no values; create it on the "
             "model's device."
+        )
+    if not is_finite(inputs):
+        raise InputError(
+            f"inputs has shape {shape} and holds NaN or Inf; expected finite values: fill in those "
+            "that are missing, and tell the model which they are by an argument of its own."
         )
     if not is_wrapped(model):  # nnsight loads weights when the model first runs
         _check_weights(unwrap(model))
@@ -192,7 +198,7 @@ def is_placeholder(ids: Tensor, rows: int) -> Tensor:
 
 @contextmanager
 def ids_explained(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse ids of inputs that the model's table has no row for, where it looks them up.
+    """Refuse ids of inputs that a table of the model has no row for, where it looks them up.
 
     A model may put other ids in the place of these, and sound or an image in the place of what it
     then looks up. A GPU that is asked for a row that is not there stops the whole process.
@@ -200,17 +206,24 @@ def ids_explained(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         InputError: before the table is asked.
     """
-    table = input_embeddings(model)
-    size = getattr(table, "num_embeddings", None)
     ids = [x for x in inputs if not x.is_floating_point()]
-    if size is None or not any(bool(is_placeholder(x, size).any()) for x in ids):
-        yield
-        return
+    tables: dict[nn.Module, tuple[str, int]] = {}
+    for path, module in model.named_modules():
+        size = getattr(module, "num_embeddings", None)
+        if isinstance(size, int) and any(bool(is_placeholder(x, size).any()) for x in ids):
+            tables[module] = path, size
 
-    def look(_: nn.Module, args: Any, kwargs: Any) -> None:
-        _check_vocabulary("inputs", next(tensors_in((args, kwargs))), model)
+    def look(table: nn.Module, args: Any, kwargs: Any) -> None:
+        asked, (path, size) = next(tensors_in((args, kwargs))), tables[table]
+        if table is input_embeddings(model):
+            _check_vocabulary("inputs", asked, model)
+        elif bool(is_placeholder(asked, size).any()):
+            raise InputError(
+                f"{path} is asked for rows {int(asked.min())} to {int(asked.max())} and has rows "
+                f"0 .. {size - 1}; expected ids, and a length, that it has rows for."
+            )
 
-    with watch_modules([table], before=look):
+    with watch_modules(tables, before=look):
         yield
 
 

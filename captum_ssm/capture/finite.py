@@ -30,10 +30,10 @@ def check_relevance(relevance: Any, model: nn.Module) -> None:
         relevance (Any): tensors in containers.
         model (nn.Module): what they explain.
     """
-    if all(_is_finite(x) for x in tensors_in(relevance)):
+    if all(is_finite(x) for x in tensors_in(relevance)):
         return
     weights = (*model.named_parameters(), *model.named_buffers())
-    names = [n for n, x in weights if not (x.is_meta or _is_finite(x))]
+    names = [n for n, x in weights if not (x.is_meta or is_finite(x))]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reason = f"found such numbers in {', '.join(names[:3])}{more} of the model; expected finite"
@@ -44,7 +44,8 @@ def check_relevance(relevance: Any, model: nn.Module) -> None:
     raise InputError(f"the relevance holds NaN or Inf: {reason}.")
 
 
-def _is_finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor Inf; numbers of one byte are taken for finite."""
     if not x.is_floating_point() or x.itemsize < 2 or x.numel() == 0:
         return True
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(x.detach()))

@@ -236,8 +236,7 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
         return asked | {name: class_of(getattr(args, name)) for name in ("target", "against")}, []
     if is_vision_mamba(args.model):
         raise ValueError(
-            f"MODEL is {args.model!r}, a VisionMamba, which reads images; expected --image in "
-            "place of a text."
+            "MODEL is a VisionMamba, which reads images; expected --image in place of a text."
         )
     texts, lines = _checked_texts(args)
     return asked | texts, lines

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -235,21 +235,27 @@ class Explanation:
         """
         return tables.to_captum(self.methods, self.examples)
 
-    def to_html(self, path: str | Path | None = None) -> str:
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+
+    @overload
+    def to_html(self, path: str | Path) -> None: ...
+
+    def to_html(self, path: str | Path | None = None) -> str | None:
         """The interactive page: one self-contained file that needs no network.
 
         Args:
-            path (str or Path, optional): where it is written as well. Default: None
+            path (str or Path, optional): where it is written. Default: None
 
         Returns:
-            str: the page.
+            str: the page; None if it is written to ``path``.
 
         Raises:
             OSError: where it cannot be written, such as in a folder that does not exist.
         """
         from captum_ssm.explanation.page import page_html
 
-        return _file.write_page(lambda: page_html(self), path)
+        return _file.page_or_file(lambda: page_html(self), path)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         # IPython calls it for what a notebook shows.

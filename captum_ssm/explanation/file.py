@@ -83,17 +83,19 @@ def check_place(path: str | Path) -> Path:
     return path
 
 
-def write_page(make: Callable[[], str], path: str | Path | None) -> str:
-    """A page, written to a file as well, if there is one; its place is checked before it is made.
+def page_or_file(make: Callable[[], str], path: str | Path | None) -> str | None:
+    """A page, or None where it is written to a file, whose place is checked before it is made.
+
+    A notebook or a prompt would show what is returned: all of the page's source.
 
     Raises:
         OSError: where it cannot be written.
     """
-    file = None if path is None else check_place(path)
-    page = make()
-    if file is not None:
-        file.write_text(page, encoding="utf-8", newline="\n")
-    return page
+    if path is None:
+        return make()
+    file = check_place(path)
+    file.write_text(make(), encoding="utf-8", newline="\n")
+    return None
 
 
 def load(path: str | Path) -> dict[str, Any]:

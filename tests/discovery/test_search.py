@@ -146,6 +146,24 @@ class WithoutSkip(Block):
         return 0
 
 
+class InOneMethod(Block):
+    """What enters the module is called as values of a scan often are, and D is the module's."""
+
+    def __init__(self):
+        super().__init__(inner=6)
+
+    def forward(self, x):
+        u, z = self.split(self.in_proj(x))
+        u = self.convolved(u)
+        dt, B, C = self.projected(u)
+        h, out = 0.0, []
+        for t in range(x.shape[1]):
+            h = torch.exp(-dt[:, t, :, None] * self.A_log.exp()) * h
+            h = h + (dt[:, t] * u[:, t])[..., None] * B[:, t, None]
+            out.append((h * C[:, t, None]).sum(-1) + self.D * u[:, t])
+        return self.out_proj(torch.stack(out, 1) * self.gate(z))
+
+
 class LooksAhead(Block):
     def convolved(self, u):
         u = F.pad(u.mT, (1, 2))
@@ -334,6 +352,7 @@ LOOPS = (
     Linear,
     WithoutConvolution,
     WithoutSkip,
+    InOneMethod,
     LooksAhead,
     BothWays,
     MeanOfBothWays,

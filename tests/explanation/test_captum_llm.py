@@ -3,7 +3,7 @@
 import matplotlib
 import pytest
 import torch
-from captum.attr import LayerIntegratedGradients, Saliency, TextTokenInput
+from captum.attr import LayerIntegratedGradients, Saliency, TextTemplateInput, TextTokenInput
 from families import build
 from models import VOCABULARY, WORDS, Words, ids, tiny, word_tokenizer
 from torch import Tensor, nn
@@ -285,6 +285,14 @@ def test_ids_that_are_none(kind, prompt, continuation, error, message):
     given = torch.tensor(continuation) if isinstance(continuation, list) else continuation
     with pytest.raises(error, match=message):
         continuation_relevance(kind(tiny()), prompt, given)
+
+
+def test_a_prompt_that_is_no_tokens():
+    llm = SSMLLMAttribution(RawAttention(tiny()), WORDS)
+    for prompt in ("w3 w4", TextTemplateInput("w3 {}", ["w4"])):
+        message = f"inp is a {type(prompt).__name__}; expected a prompt in tokens"
+        with pytest.raises(TypeError, match=message):
+            llm.attribute(prompt, target="w5")
 
 
 def test_a_name_for_a_method():

@@ -53,7 +53,8 @@ def test_a_token_without_an_interval_comes_last(report):
 def test_the_page_in_a_browser(report, browser, tmp_path):
     errors = []
     path = tmp_path / "states.html"
-    assert states_page(report, path, title="<i>mine") == path.read_text("utf-8")
+    assert states_page(report, path, title="<i>mine") is None
+    assert states_page(report, title="<i>mine") == path.read_text("utf-8")
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.on("console", lambda message: errors.append(message.text))
     tab.on("pageerror", lambda error: errors.append(str(error)))

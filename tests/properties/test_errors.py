@@ -49,6 +49,17 @@ class NoMixer(nn.Module):
         return self.rnn(self.embedding(tokens))[0]
 
 
+class OwnTable(nn.Module):
+    """A model that does not tell which table its embeddings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.model = nn.Embedding(VOCABULARY, 16), tiny()
+
+    def forward(self, tokens):
+        return self.model(inputs_embeds=self.embedding(tokens)).logits
+
+
 class CheckpointFunction(Kernel):
     """Several classes have this name, such as Megatron's."""
 
@@ -239,6 +250,12 @@ CASES = {
         InputError, ["NaN", "inputs"], torch.full((2, 7, 16), float("nan"))
     ),
     # the mask
+    "ids that a table of the user's own has no row for": Case(
+        InputError,
+        ["embedding", f"0 to {VOCABULARY}", IDS],
+        torch.tensor([[0, VOCABULARY]]),
+        model=OwnTable,
+    ),
     "an example of padding only": Case(
         InputError,
         ["row 1", "padding"],

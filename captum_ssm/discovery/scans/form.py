@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -61,17 +62,23 @@ class ScanForm:
         """Whether a function with these parameters has all the roles that are needed."""
         return not any(self.names[role].isdisjoint(parameters) for role in self.needed)
 
-    def roles(self, parameters: Sequence[str]) -> dict[str, str]:
-        """By role, which of the parameters of a function that fits plays it."""
-        played_by = {
-            role: next((p for p in parameters if p in names), None)
-            for role, names in self.names.items()
-        }
-        return {role: name for role, name in played_by.items() if name is not None}
+    def roles(self, parameters: Iterable[str]) -> Iterator[dict[str, str]]:
+        """By role, which of the parameters of a function that fits plays it, in every way.
 
-    def arguments(self, call: Mapping[str, Any], returned: Tensor) -> dict[str, Any] | None:
+        A loop has the variables around it for parameters: ``x`` may be what enters its module, and
+        ``u`` what it scans.
+        """
+        parameters = list(parameters)
+        played_by = {role: [p for p in parameters if p in self.names[role]] for role in self.names}
+        played = [role for role, names in played_by.items() if names]
+        for names in product(*(played_by[role] for role in played)):
+            yield dict(zip(played, names, strict=True))
+
+    def arguments(
+        self, roles: Mapping[str, str], call: Mapping[str, Any], returned: Tensor
+    ) -> dict[str, Any] | None:
         """The arguments of a call by role; None where one that is needed is not a tensor."""
-        by_role = {role: call[name] for role, name in self.roles(list(call)).items()}
+        by_role = {role: call[name] for role, name in roles.items()}
         if "returned" in self.names:
             by_role["returned"] = returned
         if "tensors" in self.names:
@@ -174,10 +181,14 @@ def _of_any(forms: tuple[ScanForm, ...]) -> Callable[[tuple[str, ...]], bool]:
     return is_of_any
 
 
-def needed_names() -> frozenset[str]:
-    """The names of all roles that have to be there."""
-    forms = _FORMS.values()
-    return frozenset(name for form in forms for role in form.needed for name in form.names[role])
+def names_of_module() -> frozenset[str]:
+    """The names of what a loop may take from its module: all that has to be there, and a skip D.
+
+    A scan is tried without a skip too. Of other roles, such as a bias of steps, a module may have
+    made use before its loop.
+    """
+    roles = ((form, role) for form in _FORMS.values() for role in (*form.needed, "D"))
+    return frozenset(name for form, role in roles for name in form.names.get(role, ()))
 
 
 def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:

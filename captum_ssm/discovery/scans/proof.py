@@ -87,7 +87,11 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
     want = first_tensor(result)
     if want is None or not want.is_floating_point():
         return None
-    scans = (_proven(call, form, want, enlarged=False) for form in forms_of(list(call.arguments)))
+    scans = (
+        _proven(call, form, roles, want, enlarged=False)
+        for form in forms_of(list(call.arguments))
+        for roles in form.roles(call.arguments)
+    )
     return next((scan for scan in scans if scan is not None), None)
 
 
@@ -205,8 +209,10 @@ def _adds_to_inner(call: FunctionCall, want: Tensor) -> bool:
     return rest is None or float(rest.norm()) > _SMALL * float(want.norm())
 
 
-def _proven(call: FunctionCall, form: ScanForm, want: Tensor, *, enlarged: bool) -> Scan | None:
-    arguments = form.arguments(call.arguments, want.detach())
+def _proven(
+    call: FunctionCall, form: ScanForm, roles: dict[str, str], want: Tensor, *, enlarged: bool
+) -> Scan | None:
+    arguments = form.arguments(roles, call.arguments, want.detach())
     if arguments is None:
         return None
     coarsest = max(TOLERANCE.get(arguments[role].dtype, 1.0) for role in form.needed)
@@ -219,7 +225,7 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, *, enlarged: bool)
             if scan.error <= tolerance and is_told:
                 return scan
             is_near = share < _SMALL and scan.error <= tolerance * _SMALL / share
-            if is_near and not enlarged and _holds_enlarged(call, form, scan, share):
+            if is_near and not enlarged and _holds_enlarged(call, form, roles, scan, share):
                 return scan
     return None
 
@@ -256,16 +262,18 @@ def _error(
     return float((returned - want).norm()) / size, size / max(float(want.norm()), 1e-300)
 
 
-def _holds_enlarged(call: FunctionCall, form: ScanForm, scan: Scan, share: float) -> bool:
+def _holds_enlarged(
+    call: FunctionCall, form: ScanForm, roles: dict[str, str], scan: Scan, share: float
+) -> bool:
     # The function itself is called again, with the recurrence as large as the rest.
     if not form.enlarge or is_loop(call.source):
         return False
-    factor, roles = share ** (-1 / len(form.enlarge)), form.roles(list(call.arguments))
+    factor = share ** (-1 / len(form.enlarge))
     names = [roles[role] for role in form.enlarge]
     again = call.with_arguments({name: call.arguments[name].detach() * factor for name in names})
     with torch.no_grad(), not_intercepted():
         want = first_tensor(again.run())
-        enlarged = None if want is None else _proven(again, form, want, enlarged=True)
+        enlarged = None if want is None else _proven(again, form, roles, want, enlarged=True)
     return enlarged is not None and enlarged.layout == scan.layout
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from captum_ssm.explanation import file as _file
 from captum_ssm.explanation.corpus.changes import Change
@@ -47,7 +47,7 @@ class Report:
         >>> report = summarize(explain(model, tokenizer, ["w3 w4 w5", "w4 w6", "w4 w3"]))
         >>> report.shares["token"][0].kind, len(report.examples)
         ('token', 3)
-        >>> _ = report.to_html(folder / "report.html")
+        >>> report.to_html(folder / "report.html")
     """
 
     title: str
@@ -128,21 +128,27 @@ class Report:
         kinds = self.change.shares.values() if self.change else ()
         return (vars(difference) for kind in kinds for difference in kind)
 
-    def to_html(self, path: str | Path | None = None) -> str:
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+
+    @overload
+    def to_html(self, path: str | Path) -> None: ...
+
+    def to_html(self, path: str | Path | None = None) -> str | None:
         """The interactive page: one self-contained file that needs no network.
 
         Args:
-            path (str or Path, optional): where it is written as well. Default: None
+            path (str or Path, optional): where it is written. Default: None
 
         Returns:
-            str: the page.
+            str: the page; None if it is written to ``path``.
 
         Raises:
             OSError: where it cannot be written, such as in a folder that does not exist.
         """
         from captum_ssm.explanation.page.html import report_html
 
-        return _file.write_page(lambda: report_html(report_data(self)), path)
+        return _file.page_or_file(lambda: report_html(report_data(self)), path)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         # IPython calls it for what a notebook shows.

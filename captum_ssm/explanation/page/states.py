@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from captum_ssm.explanation.file import write_page
+from captum_ssm.explanation.file import page_or_file
 from captum_ssm.explanation.page.data import rounded
 from captum_ssm.explanation.page.html import states_html
 
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 def states_page(
     report: StateReport, path: str | Path | None = None, *, title: str = "What states keep"
-) -> str:
+) -> str | None:
     """The page of :func:`captum_ssm.interventions.state_report`: one file that needs no network.
 
     It has the half-lives of each layer's channels or heads, how full the state is along the text,
@@ -33,11 +33,11 @@ def states_page(
 
     Args:
         report (StateReport): of a model on many inputs.
-        path (str or Path, optional): where the page is written as well. Default: None
+        path (str or Path, optional): where the page is written. Default: None
         title (str, optional): a heading. Default: ``"What states keep"``
 
     Returns:
-        str: the page.
+        str: the page; None if it is written to ``path``.
 
     Raises:
         OSError: where it cannot be written, such as in a folder that does not exist.
@@ -47,7 +47,7 @@ def states_page(
         >>> report = captum_ssm.interventions.state_report(model, [input_ids], samples=4)
         >>> page = captum_ssm.explanation.page.states_page(report)
     """
-    return write_page(lambda: states_html(states_data(report, title)), path)
+    return page_or_file(lambda: states_html(states_data(report, title)), path)
 
 
 def states_data(report: StateReport, title: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.discovery.scans.form import forms_of, needed_names
+from captum_ssm.discovery.scans.form import forms_of, names_of_module
 from captum_ssm.discovery.scans.forms.products import frames_in_module, name_of
 
 GATHERS = frozenset((torch.stack, torch.cat, torch.concat, Tensor.__setitem__))
@@ -85,11 +85,11 @@ def run_gather(
 
 
 def _variables(frame: FrameType) -> dict[str, Tensor]:
-    # The tensors that a frame has names for, and what a scan cannot do without of those of the
-    # module whose method it is. The loop may have used others before, such as a bias.
-    owner, needed = frame.f_locals.get("self"), needed_names()
+    # The tensors that a frame has names for, and those that a loop may take from the module whose
+    # method it is.
+    owner, taken = frame.f_locals.get("self"), names_of_module()
     of_module = {**owner._buffers, **owner._parameters} if isinstance(owner, nn.Module) else {}
-    variables = {**{name: x for name, x in of_module.items() if name in needed}, **frame.f_locals}
+    variables = {**{name: x for name, x in of_module.items() if name in taken}, **frame.f_locals}
     return {name: x for name, x in variables.items() if torch.is_tensor(x)}
 
 

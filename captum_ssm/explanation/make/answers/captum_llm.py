@@ -7,7 +7,12 @@ from copy import copy
 from typing import Any
 
 import torch
-from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAttribution
+from captum.attr import (
+    InterpretableInput,
+    LLMAttributionResult,
+    LLMGradientAttribution,
+    TextTokenInput,
+)
 from torch import Tensor
 
 from captum_ssm.attr import TokenAttribution
@@ -110,9 +115,15 @@ class SSMLLMAttribution(LLMGradientAttribution):
             (K + 1, P)`` has a row per hop, and ``seq_attr`` is what all of them leave there.
 
         Raises:
-            ValueError, TypeError: as for :func:`continuation_relevance`, and for a text ``target``
-                with words that the tokenizer does not know.
+            ValueError, TypeError: as for :func:`continuation_relevance`; for a prompt that is not
+                a :class:`~captum.attr.TextTokenInput`, and for a text ``target`` with words that
+                the tokenizer does not know.
         """
+        if not isinstance(inp, TextTokenInput):
+            raise TypeError(
+                f"inp is a {type(inp).__name__}; expected a prompt in tokens, such as "
+                "captum.attr.TextTokenInput(text, tokenizer)."
+            )
         self._check_known(inp, target)
         if not isinstance(self.attr_method, TokenAttribution):
             if span is not None or hops is not None:
