@@ -15,18 +15,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from captum_ssm.discovery.measure import FrozenRecurrence, freeze_measured
-from captum_ssm.discovery.measure.cut_run import is_depthwise, token_argument
+from captum_ssm.discovery.measure.cut_run import token_argument
 from captum_ssm.discovery.measure.rerun import NotMeasured
+from captum_ssm.discovery.other_calls import OtherCalls, why_scripted
 from captum_ssm.discovery.scans import (
     FunctionCall,
     Scan,
     ScanCalls,
+    TokenLoop,
     first_tensor,
+    forms_of,
     intercepted,
     is_hidden,
+    is_loop,
     is_product,
     token_product,
 )
@@ -112,9 +115,10 @@ class _Visit:
 
 @dataclass
 class _Found:
-    # The module calls around each proven scan, outermost first, its function and its length.
+    # The module calls around each scan, outermost first, and its function. Loops that no form
+    # explains, and products with a matrix, may not be scans: these have their length, too.
     model: nn.Module
-    scans: list[tuple[list[_Visit], Callable[..., Any], int]] = field(default_factory=list)
+    scans: list[tuple[list[_Visit], Callable[..., Any], int | None]] = field(default_factory=list)
     stack: list[_Visit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
     # The first call of each class of modules; calls of functions that are no scan.
@@ -127,13 +131,27 @@ class _Found:
         before, inner = calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
             result = calls(call)
-        if calls.taken == before and inner is not None and not is_product(call.source):
+        if calls.taken > before or inner is None:
+            return result
+        if isinstance(call.function, TokenLoop):
+            length = result.shape[call.function.axis]
+            self.scans.append((list(self.stack), call.source, length))
+        if any(True for _ in forms_of([*call.arguments])):
             self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
         return result
 
     def take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
-        self.scans.append((list(self.stack), call.source, scan.values.shape[1]))
+        length = scan.values.shape[1] if is_product(call.source) else None
+        self.scans.append((list(self.stack), call.source, length))
         return result
+
+    def _convolved(self) -> None:
+        for visit in self.stack:
+            visit.convolutions += 1
+
+    def _layered(self, why: str) -> None:
+        if self.stack:
+            known_of(self.stack[-1].module).miss = why
 
     @contextmanager
     def noting_modules(self) -> Iterator[None]:
@@ -158,22 +176,9 @@ class _Found:
         paths = {module: path for path, module in self.model.named_modules()}
         with (
             watch_modules(paths, before=enter, after=returned, ended=leave),
-            _Convolutions(self.stack),
+            OtherCalls(self._convolved, self._layered),
         ):
             yield
-
-
-class _Convolutions(TorchFunctionMode):
-    # Counts depthwise convolutions in the module calls around them.
-    def __init__(self, stack: list[_Visit]) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_depthwise(func, args, kwargs or {}):
-            for visit in self.stack:
-                visit.convolutions += 1
-        return func(*args, **(kwargs or {}))
 
 
 def discover(
@@ -197,9 +202,12 @@ def discover(
         torch.inference_mode(False),
         torch.no_grad(),
         calls.noting_modules(),
-        intercepted(partial(calls.handle, ScanCalls(calls.take))),
+        intercepted(partial(calls.handle, ScanCalls(calls.take)), traced=False),
     ):
         run()
+    for module in model.modules():
+        if why := why_scripted(type(module)):
+            known_of(module).miss = why
     for module, name in calls.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
@@ -234,28 +242,33 @@ def _parts_of(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _around_scans(
-    scans: list[tuple[list[_Visit], Callable[..., Any], int]], trials: _Trials
+    scans: list[tuple[list[_Visit], Callable[..., Any], int | None]], trials: _Trials
 ) -> dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]]:
     # The mixers around scans: how each is measured, and the functions of its scans.
     mixers: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
     mixer_of: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
-    # Products with a matrix, which anything may compute, after all scans.
-    for stack, function, length in sorted(scans, key=lambda scan: is_product(scan[1])):
+    # After all scans, loops, and products with a matrix, which anything may compute.
+    for stack, function, length in sorted(scans, key=_weakness):
         if not stack:
             continue
-        inner, weak = stack[-1].module, is_product(function)
+        inner, weak = stack[-1].module, length is not None
         if inner not in mixer_of:
-            mixer_of[inner], trial = trials.around(stack, length if weak else None)
+            mixer_of[inner], trial = trials.around(stack, length)
             if (mixer := mixer_of[inner]) is not None:
                 known = mixers.get(mixer, (trial, set()))[1]
-                mixers[mixer] = trial, known | trial.products
+                mixers[mixer] = trial, known | trial.weak
             else:
                 miss = "which is in no module of as many tokens that can be measured"
                 miss = miss if weak else f"a scan, {_no_tokens(stack[-1])}"
-                known_of(inner).miss = f"calls {function.__qualname__}, {miss}"
+                miss = "" if is_loop(function) else f"calls {function.__qualname__}, {miss}"
+                known_of(inner).miss = trial.why or known_of(inner).miss or miss
         if (mixer := mixer_of[inner]) is not None and not weak:
             mixers[mixer][1].add(function)
     return mixers
+
+
+def _weakness(scan: tuple[Any, Callable[..., Any], int | None]) -> tuple[bool, bool]:
+    return scan[2] is not None, is_product(scan[1])
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -283,17 +296,19 @@ class _Trials:
 
         Args:
             stack (list): the calls around a scan.
-            length (int, optional): of a product with a matrix, that of the matrix: without a module
-                of as many tokens that can be measured, there is no mixer. Default: None
+            length (int, optional): of what may not be a scan: without a module of as many tokens
+                that can be measured, there is no mixer. Default: None
         """
         best: tuple[_Visit, _Trial] | None = None
         partly: tuple[_Visit, _Trial] | None = None
+        why = ""
         for visit in reversed(stack):
             if length is not None and not _may_have(visit, length):
                 continue
             if best is not None and visit.convolutions <= best[0].convolutions:
                 continue
             trial = self._measured(visit, partly=best is None and partly is None)
+            why = why or trial.why
             if trial.is_whole:
                 best = visit, trial
             elif best is not None:
@@ -303,7 +318,7 @@ class _Trials:
         if (chosen := best or partly) is not None:
             return chosen[0].module, chosen[1]
         if length is not None:
-            return None, _Trial()
+            return None, _Trial(why=why)
         takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
         return next(takes, None), _Trial()
 
@@ -314,7 +329,7 @@ class _Trials:
             # Channels first, as convolutions take them, or tokens first, where that explains more.
             for channels in (-1, 1, TOKENS_FIRST):
                 trial = self._tried(visit.call(channels), partly=partly)
-                if trial.is_whole or (trial.is_partly and not best.is_partly):
+                if trial.is_whole or not best.is_partly:
                     best = trial
                 if best.is_whole or trial.is_none:
                     break
@@ -332,23 +347,24 @@ class _Trials:
         except UnsupportedModelError as error:
             # A scan of no mixer is none however the tokens stand; products depend on that.
             is_none = isinstance(error, NotMeasured) and token_product not in self.functions
-            return _Trial(is_none=is_none)
+            return _Trial(is_none=is_none, why=getattr(error, "unread", ""))
         finally:
             self.used.update(f for f in used if not is_product(f))
         is_part = isinstance(frozen, FrozenRecurrence)
-        products = frozenset(filter(is_product, used))
-        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, products=products)
+        weak = frozenset(f for f in used if is_product(f) or is_loop(f))
+        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, weak=weak)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    # How a module is measured: as a whole, or partly (its scans and their orders); and which of its
-    # products with a matrix are scans.
+    # How a module is measured: as a whole, or partly (its scans and their orders); which of its
+    # loops and products with a matrix are scans; and why it is not measured.
     channels: int = -1
     is_whole: bool = False
     is_partly: bool = False
     is_none: bool = False  # whichever axis holds the channels
-    products: frozenset[Callable[..., Any]] = frozenset()
+    weak: frozenset[Callable[..., Any]] = frozenset()
+    why: str = ""
 
 
 def _no_tokens(visit: _Visit) -> str:

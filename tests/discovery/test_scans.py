@@ -373,18 +373,6 @@ def read_gated_sum(q, kv, a):
     return q * gated_sum(kv, a), (a[:, -1], kv[:, -1])
 
 
-def sum_of_another(x, written, a):
-    return gated_sum(written, a)
-
-
-def test_a_gated_sum_of_what_has_no_name():
-    x, written, a = torch.randn(3, 2, 9, 4)
-    scan = proven(sum_of_another, x=x, written=written, a=a.sigmoid())
-    assert scan.values is written
-    expected = proven(gated_sum, x=written, a=a.sigmoid()).operator.matrix()
-    torch.testing.assert_close(scan.operator.matrix(), expected)
-
-
 def test_gated_sums():
     x, q, a = torch.randn(2, 9, 3), torch.randn(2, 9, 3), torch.rand(2, 9, 3)
     matrix = proven(gated_sum, x=x, a=a).operator.matrix()

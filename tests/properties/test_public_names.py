@@ -180,9 +180,24 @@ def assert_explained(model: nn.Module) -> None:
     torch.testing.assert_close(RawAttention(model).attribute(tokens)[0], mean[-1])
 
 
+def test_an_unregistered_loop_is_measured():
+    assert_explained(toy())
+
+
+class Saturated(RunningMean):
+    def forward(self, x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            h = torch.tanh(self.decay(token) * h + token)
+            out.append(h)
+        return self.out_proj(torch.stack(out, 1))
+
+
 def test_an_unregistered_mixer_is_not_guessed():
-    with pytest.raises(UnsupportedModelError, match="RunningMean"):
-        RawAttention(toy()).attribute(ids())
+    model = toy()
+    model.mixer = Saturated()
+    with pytest.raises(UnsupportedModelError, match="Saturated"):
+        RawAttention(model).attribute(ids())
 
 
 def test_register_a_class():

@@ -29,7 +29,6 @@ from captum_ssm.discovery.scans import (
     first_tensor,
     intercepted,
     is_product,
-    silenced,
 )
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
@@ -105,12 +104,14 @@ class CutRun:
         silent (bool): whether zeros took the place of what was cut off.
         called (bool): whether a function was called that may be a scan.
         without (frozenset of Callable): products with a matrix that are not of tokens.
+        unread (str): why a loop over tokens is not a scan.
     """
 
     tokens: Tensor
     output: Tensor
     silent: bool
     called: bool = False
+    unread: str = ""
     without: frozenset[Callable[..., Any]] = frozenset()
     scans: list[CutScan] = field(default_factory=list)
     convs: list[CutConv] = field(default_factory=list)
@@ -180,7 +181,7 @@ def run_cut(
             again = again.run(module)
     output = first_tensor(again.result)
     assert output is not None
-    run.output = output
+    run.output, run.unread = output, scans.unread
     can_tell = not silent and output.requires_grad
     mistaken = _without_mistaken(run) if can_tell else frozenset()
     if not mistaken:
@@ -269,7 +270,7 @@ def _cut(call: FunctionCall, scan: Scan, result: Any, run: CutRun) -> Any:
     values = Point.of(scan.values) if scan.values.requires_grad else None
     run.scans.append(CutScan(scan, leaf, values, call.source))
     if run.silent:
-        return silenced(result)
+        return scan.silenced(result)
     return scan.result(leaf.clone(), result)
 
 

@@ -21,13 +21,19 @@ _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2}
 
 
 class NotMeasured(UnsupportedModelError):
-    """A part of a module could not be measured: ``why``."""
+    """A part of a module could not be measured: ``why``.
 
-    def __init__(self, call: MixerCall, why: str) -> None:
-        self.why = why
+    Args:
+        call (MixerCall): of the module.
+        why (str): what could not be measured.
+        unread (str, optional): why a loop in it is not a scan. Default: ""
+    """
+
+    def __init__(self, call: MixerCall, why: str, unread: str = "") -> None:
+        self.why, self.unread = unread or why, unread
         super().__init__(
             f"{call.path} ({type(call.module).__name__}) holds scans, but cannot be measured: "
-            f"{why}. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+            f"{self.why}. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
         )
 
 
@@ -65,7 +71,7 @@ class Rerun:
 
     def refused(self, why: str) -> NotMeasured:
         """The error for what cannot be measured."""
-        return NotMeasured(self.call, why)
+        return NotMeasured(self.call, why, self.run.unread)
 
 
 def ruled_entries(

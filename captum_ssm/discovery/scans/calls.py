@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.discovery.scans.form import of_any_form
 from captum_ssm.discovery.scans.forms.fourier import TRANSFORMS, Transforms, fourier_convolution
-from captum_ssm.discovery.scans.forms.loops import GATHERS, TokenLoop, run_gather, token_loop
+from captum_ssm.discovery.scans.forms.loops import GATHERS, Gathers, TokenLoop, token_loop
 from captum_ssm.discovery.scans.forms.products import (
     PRODUCTS,
     TokenProduct,
@@ -29,6 +29,7 @@ from captum_ssm.discovery.scans.forms.products import (
     token_product,
 )
 from captum_ssm.discovery.scans.forms.states import is_associative, with_states
+from captum_ssm.discovery.scans.trace import CallTrace
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
@@ -103,6 +104,7 @@ def intercepted(
     functions: Iterable[Callable[..., Any]] | None = None,
     *,
     without: Collection[Callable[..., Any]] = (),
+    traced: bool = True,
 ) -> Iterator[None]:
     """Have ``handler(call)`` compute what each call of a scan function in this thread returns.
 
@@ -113,6 +115,8 @@ def intercepted(
             :func:`candidate_functions`. Default: None
         without (collection of TokenProduct, optional): products that are not of tokens.
             Default: ()
+        traced (bool, optional): whether calls in loops over tokens are kept, to tell what the loops
+            compute. Default: True
     """
     known = set(candidate_functions() if functions is None else functions)
     bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
@@ -126,7 +130,7 @@ def intercepted(
     with (
         patched_functions(bodies, _handled),
         handled_by(handled),
-        _BuiltIn(built_in, without) if built_in else nullcontext(),
+        _BuiltIn(built_in, without, traced=traced) if built_in else nullcontext(),
     ):
         yield
 
@@ -262,16 +266,30 @@ def _in_autograd_function() -> bool:
 class _BuiltIn(TorchFunctionMode):
     # Builtins have no body to exchange. PyTorch has a stack of such modes per thread.
     def __init__(
-        self, known: Collection[Callable[..., Any]], without: Collection[Callable[..., Any]]
+        self,
+        known: Collection[Callable[..., Any]],
+        without: Collection[Callable[..., Any]],
+        *,
+        traced: bool,
     ) -> None:
         super().__init__()
         self.known, self.without = known, without
         self.transforms = Transforms()
+        traced = traced and any(f is token_loop or is_loop(f) for f in known)
+        self.trace = CallTrace() if traced else None
+        self.gathers = Gathers(self.trace)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, handler = kwargs or {}, _HANDLER.get()
-        if handler is None:
+        kwargs = kwargs or {}
+        if _HANDLER.get() is None:
             return func(*args, **kwargs)
+        if self.trace is None:
+            return self._handled(func, args, kwargs)
+        return self.trace.run(self._handled, func, args, kwargs)
+
+    def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
+        handler = _HANDLER.get()
+        assert handler is not None
         if func is F.scaled_dot_product_attention and func in self.known:
             return handler(FunctionCall(func, args, kwargs, func))
         if func in TRANSFORMS and fourier_convolution in self.known:
@@ -281,7 +299,8 @@ class _BuiltIn(TorchFunctionMode):
             multiply = partial(_handled_as, handler, token_product)
             return run_product(func, args, kwargs, self._is_known, multiply)
         if func in GATHERS:
-            return run_gather(func, args, kwargs, self._is_known, partial(_handled_as, handler))
+            handle = partial(_handled_as, handler)
+            return self.gathers.run(func, args, kwargs, self._is_known, handle)
         return func(*args, **kwargs)
 
     def _is_known(self, place: TokenProduct | TokenLoop) -> bool:
@@ -293,6 +312,7 @@ def _handled_as(
     handler: Handler,
     function: Callable[..., Any],
     source: Callable[..., Any],
+    /,
     *args: Any,
     **named: Any,
 ) -> Any:

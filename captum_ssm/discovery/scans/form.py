@@ -29,6 +29,10 @@ class Candidate:
             Default: None
         gates (tuple of Tensor, optional): what g may be, ``(B, L, D)`` each, with its graph; or no
             gate. Default: ()
+        returned (Tensor, optional): y as it was computed, where the function returns something that
+            it makes of y. Default: None
+        after (Callable, optional): takes y in the layout of ``returned``, and returns what the
+            function makes of it. Default: None
 
     Examples::
 
@@ -43,6 +47,8 @@ class Candidate:
     layouts: tuple[str, ...]
     skip: Tensor | None = None
     gates: tuple[Tensor, ...] = ()
+    returned: Tensor | None = None
+    after: Callable[[Tensor], Tensor] | None = None
 
 
 Build = Callable[..., Iterable[Candidate]]
@@ -81,8 +87,6 @@ class ScanForm:
         by_role = {role: call[name] for role, name in roles.items()}
         if "returned" in self.names:
             by_role["returned"] = returned
-        if "tensors" in self.names:
-            by_role["tensors"] = [x for x in call.values() if torch.is_tensor(x)]
         return by_role if all(torch.is_tensor(by_role[role]) for role in self.needed) else None
 
 
@@ -103,9 +107,8 @@ def register_scan(
         build (Callable): yields :class:`~captum_ssm.discovery.scans.Candidate`. Its parameters
             are the roles; those without a default have to be there, as tensors. Arguments that
             the function does not take are not passed. A parameter ``returned`` gets what the
-            function returned, to measure what no argument says, and ``tensors`` all arguments
-            that are tensors, whatever they are called. Registering a function of the same name
-            again replaces it.
+            function returned, to measure what no argument says. Registering a function of the
+            same name again replaces it.
         names (dict, optional): for each role the names that a function's parameter may have, in
             addition to the role's own. Default: None
         enlarge (sequence of str, optional): roles, tensors, in each of which the recurrence (and

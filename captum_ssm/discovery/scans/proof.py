@@ -23,6 +23,8 @@ from captum_ssm.discovery.scans.form import Candidate, ScanForm, forms_of
 from captum_ssm.discovery.scans.forms.arguments import working_dtype
 from captum_ssm.discovery.scans.impulses import candidates_by_impulses, measurable_values
 from captum_ssm.discovery.scans.packed import joined, sequences
+from captum_ssm.discovery.scans.recurrences import read_loop
+from captum_ssm.discovery.scans.steps import NotRead
 from captum_ssm.mixers.call import ScanResults
 from captum_ssm.operators import TokenOperator, WeightsOperator
 from captum_ssm.utils.nested import first_of, with_first
@@ -55,6 +57,9 @@ class Scan:
         mixed (Tensor): :math:`\alpha v + s v`, ``(B, L, D)``, linear in v on the graph.
         name (str): of the function.
         error (float): relative to what the recurrence adds.
+        returned (Tensor, optional): what is described here, where the call returned something that
+            it made of that. Default: None
+        after (Callable, optional): what it made of that. Default: None
     """
 
     operator: TokenOperator
@@ -65,15 +70,24 @@ class Scan:
     mixed: Tensor
     name: str
     error: float
+    returned: Tensor | None = None
+    after: Callable[[Tensor], Tensor] | None = None
 
     def result(self, mixed: Tensor, of_call: Any) -> Any:
         """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``."""
-        want = first_tensor(of_call)
+        want = first_tensor(of_call) if self.returned is None else self.returned
         assert want is not None
         y = _in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
         assert y is not None
         y = y.to(want.dtype)
-        return with_first(of_call, y + (want - y).detach())
+        y = y + (want - y).detach()
+        return with_first(of_call, y if self.after is None else self.after(y))
+
+    def silenced(self, of_call: Any) -> Any:
+        """What the function returns where the scan is zero."""
+        if self.after is None or self.returned is None:
+            return silenced(of_call)
+        return with_first(of_call, self.after(0 * self.returned))
 
 
 def first_tensor(result: Any) -> Tensor | None:
@@ -127,6 +141,7 @@ class ScanCalls:
     forms_only: bool = field(default=False, kw_only=True)
     known: ScanResults | None = field(default=None, kw_only=True)
     taken: int = field(default=0, init=False)
+    unread: str = field(default="", init=False)  # why the last loop that is not a scan is not one
 
     def __call__(self, call: FunctionCall) -> Any:
         if self.forms_only and is_product(call.source):  # one of many in a scan, perhaps
@@ -146,7 +161,7 @@ class ScanCalls:
         if is_product(call.source):
             return _of_product(call)
         if is_loop(call.source):  # which cannot be run again alone
-            return prove(call, result)
+            return prove(call, result) or self._read(call, result)
         parts = sequences(call)
         if parts is not None:
             return self._find_in_each(parts, result)
@@ -154,6 +169,21 @@ class ScanCalls:
         if scan is None and not self.forms_only:
             return _proven_by_impulses(call, first_tensor(result))
         return scan
+
+    def _read(self, call: FunctionCall, result: Tensor) -> Scan | None:
+        # A loop as a scan by what its steps called.
+        loop: Any = call.function
+        real = result.real if result.is_complex() else result
+        tolerance = _tolerance(call, real)
+        try:
+            with torch._C.DisableTorchFunction():
+                for candidate in read_loop(loop.parts, result, loop.axis, tolerance):
+                    for scan, _ in _compared(call, candidate, result):
+                        if scan.error <= tolerance:
+                            return scan
+        except NotRead as error:
+            self.unread = f"{loop.__qualname__} is not a scan: {error}" if str(error) else ""
+        return None
 
     def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:
         # Each sequence of a packed row is proven on its own. The scan is that of the whole row.
@@ -238,12 +268,14 @@ def _compared(
     operator = candidate.operator.detach()
     v = candidate.values.to(operator.dtype)
     recurrence, name = operator.matvec(v), call.function.__qualname__
+    want = want if candidate.returned is None else candidate.returned
     skips = (None,) if candidate.skip is None else (candidate.skip.detach(), None)
     for skip, gate, layout in product(skips, (*candidate.gates, None), candidate.layouts):
         mixed = recurrence if skip is None else recurrence + skip.to(v) * v
         with torch.no_grad():
             error, share = _error(recurrence, mixed, gate, layout, want)
-        yield Scan(operator, v, skip, gate, layout, mixed, name, error), share
+        scan = Scan(operator, v, skip, gate, layout, mixed, name, error)
+        yield replace(scan, returned=candidate.returned, after=candidate.after), share
 
 
 def _tolerance(call: FunctionCall, want: Tensor) -> float:

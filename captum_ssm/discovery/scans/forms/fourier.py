@@ -40,7 +40,7 @@ def long_convolution(
         return
     (B, channels, L), K = x.shape, kernel.shape[-1]
     k = kernel.to(working_dtype(x, kernel)).reshape(-1, K)
-    n = K + L if n is None else n
+    n = n if isinstance(n, int) else K + L
     if len(k) != channels or n < K:
         return
     lags = torch.arange(2 * L, device=x.device)

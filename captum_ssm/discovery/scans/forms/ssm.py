@@ -6,7 +6,7 @@ channel (minGRU, RG-LRU).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -223,18 +223,9 @@ def gated_sum(
     x: Tensor,
     decay: Tensor,
     gate: Tensor | None = None,
-    returned: Tensor | None = None,
-    tensors: Sequence[Tensor] = (),
 ) -> Iterator[Candidate]:
-    """``h_t = a_t h_(t-1) + x_t``: x and a ``(B, L, D)`` or ``(B, D, L)``, or their logarithms.
-
-    In a loop that a module writes out, x may be any of the tensors around it, whatever they are
-    called: the one that each result adds to a share of the result before.
-    """
-    if decay.dim() != 3 or decay.is_complex():
-        return
-    x = next(_added(decay, returned, tensors), x)
-    if x.shape != decay.shape or x.is_complex():
+    """``h_t = a_t h_(t-1) + x_t``: x and a ``(B, L, D)`` or ``(B, D, L)``, or their logarithms."""
+    if x.dim() != 3 or decay.shape != x.shape or x.is_complex() or decay.is_complex():
         return
     gate = gate if torch.is_tensor(gate) and gate.shape == x.shape else None
     for last, (v, a, z) in _channels_last(x, decay, gate):
@@ -249,19 +240,6 @@ def gated_sum(
                     layouts=("BDL",) if last else ("BLD",),
                     gates=() if z is None else (z,),
                 )
-
-
-@torch.no_grad()
-def _added(decay: Tensor, returned: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    # The tensors (B, L, D) that are h_t - a_t h_(t-1), of what a call returned.
-    if returned is None or returned.shape != decay.shape or returned.shape[1] < 2:
-        return
-    h = returned.double()
-    alike = [x for x in tensors if x.shape == h.shape and x.is_floating_point()]
-    for log_decay in log_decays(decay[..., None], decay[..., None]):
-        added = h[:, 1:] - log_decay[:, 1:, :, 0].double().exp() * h[:, :-1]
-        bound = 1e-3 * added.abs().max()
-        yield from (x for x in alike if (x[:, 1:] - added).abs().max() <= bound)
 
 
 def _channels_last(*tensors: Any) -> Iterator[tuple[bool, list[Any]]]:

@@ -1,0 +1,244 @@
+"""The steps of a loop over tokens, and how what they make changes with what they read.
+
+A step is what was called after the result of the step before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from captum_ssm.discovery.scans.trace import Traced, TracedCall
+
+# The numbers of all maps together; those of longer sequences would not fit into memory.
+LARGEST = 1 << 28
+LINEAR = 1e-6  # relative error of what a linear function returns in float64
+_FACTOR = -1.7  # of a change, to see whether a result changes in proportion
+
+# A place in each step: which call, counted from the step's end, and which of its arguments.
+Slot = tuple[int, int]
+# By step, slot and argument: how that argument changes, ``(I, ...)`` of I runs; None as it is.
+Change = Callable[[int, Slot, Tensor], Tensor | None]
+
+
+class NotRead(Exception):
+    """Says why a loop is not a scan."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoopSteps:
+    """The steps of a loop, in the order in which they ran.
+
+    Args:
+        results (tuple of Traced): what each of them returned.
+        calls (tuple): the calls of each; of the first one, those that are like the last calls of
+            the second one.
+    """
+
+    results: tuple[Traced, ...]
+    calls: tuple[tuple[TracedCall, ...], ...]
+
+    @classmethod
+    def of(cls, results: Sequence[Traced]) -> LoopSteps:
+        """The steps that end with some results."""
+        orders = [made.call.order for made in results]
+        later = [
+            before(made, since=order + 1)
+            for made, order in zip(results[1:], orders[:-1], strict=True)
+        ]
+        first = before(results[0], most=len(later[0]))
+        pairs = zip(reversed(first), reversed(later[0]), strict=False)
+        unlike = (n for n, (a, b) in enumerate(pairs) if a.function != b.function)
+        alike = next(unlike, min(len(first), len(later[0])))
+        return cls(tuple(results), (first[len(first) - alike :], *later))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all steps call the same functions in the same order."""
+        called = [[call.function for call in calls] for calls in self.calls[1:]]
+        return bool(self.calls[0]) and all(functions == called[0] for functions in called)
+
+    @property
+    def begins(self) -> int:
+        """The order of the loop's first call."""
+        return self.calls[0][0].order
+
+    def is_carried(self, made: Traced | None, step: int) -> bool:
+        """Whether what a step reads was made in an earlier step."""
+        before = self.results[step - 1].call.order if step else -1
+        return made is not None and self.begins <= made.call.order <= before
+
+    def is_recurrent(self) -> bool:
+        """Whether the last step reads what earlier ones made."""
+        return any(
+            self.is_carried(made, len(self.calls) - 1)
+            for call in self.calls[-1]
+            for made in call.made
+        )
+
+    def depends(self, made: Traced | None, step: int) -> bool:
+        """Whether what a step reads depends on earlier steps."""
+        if made is None or self.is_carried(made, step):
+            return made is not None
+        calls = before(made, since=self.begins)
+        return any(self.is_carried(read, step) for call in calls for read in call.made)
+
+    def slots(self) -> Iterator[tuple[Slot, list[Slot]]]:
+        """The places where a step reads something, the last first, with all that read the same."""
+        reads = [
+            ((at, n), made)
+            for at, call in enumerate(reversed(self.calls[-1]))
+            for n, made in enumerate(call.made)
+        ]
+        for slot, made in reads:
+            yield slot, [other for other, same in reads if made is not None and same == made]
+
+    def at(self, number: int) -> list[TracedCall]:
+        """The call of each step at a number, counted from the step's end."""
+        return [calls[-1 - number] for calls in self.calls]
+
+    def made(self, step: int, slot: Slot) -> Traced | None:
+        """How what a step reads at a place was made."""
+        return self.calls[step][-1 - slot[0]].made[slot[1]]
+
+
+def before(
+    made: Traced, since: int = 0, most: int | None = None, without: Traced | None = None
+) -> tuple[TracedCall, ...]:
+    """The calls that something was made by, in their order.
+
+    Args:
+        made (Traced): how it was made.
+        since (int, optional): the order of the first call that counts. Default: 0
+        most (int, optional): how many calls, the last ones. Default: all
+        without (Traced, optional): the calls that only this was made by are left out. Default: None
+    """
+    if made == without:
+        return ()
+    calls, waiting = dict[int, TracedCall](), {made.call.order: made.call}
+    while waiting and (most is None or len(calls) < most):
+        call = waiting.pop(max(waiting))
+        if call.order >= since:
+            calls[call.order] = call
+            read = [x for x in call.made if x is not None and x != without]
+            waiting |= {x.call.order: x.call for x in read}
+    return tuple(calls[order] for order in sorted(calls))
+
+
+class LoopRerun:
+    """The steps of a loop called again, with changes that go on where functions are linear."""
+
+    def __init__(self, steps: LoopSteps) -> None:
+        self.steps = steps
+        self.ended = dict[TracedCall, str]()  # the calls at which a change ended
+        self.values = dict[Traced, Tensor]()  # what was made, where changes went on
+        self._doubles = dict[int, tuple[Tensor, Tensor]]()
+
+    @torch.no_grad()
+    def changes(
+        self, change: Change, ends: Collection[Traced] = (), most: int | None = None
+    ) -> dict[Traced, Tensor]:
+        """How what the steps, or the first ones, make changes, ``(I, ...)`` each.
+
+        Args:
+            change (Callable): how arguments change.
+            ends (collection of Traced, optional): what is asked for; all where there are none.
+                Default: ()
+            most (int, optional): how many steps run. Default: all
+        """
+        calls, known = self.steps.calls[:most], dict[Traced, Tensor]()
+        reads = Counter(made for step in calls for call in step for made in call.made)
+        for step, at, call in self._in_order(calls):
+            changed = dict[int, Tensor]()
+            for n, read in enumerate(call.made):
+                here = change(step, (at, n), call.leaves[n])
+                before = None if read is None else known.get(read)
+                both = [x for x in (here, before) if x is not None]
+                if both:
+                    changed[n] = sum(both[1:], both[0])
+            outputs = self._called(call, changed) if changed else {}
+            known |= {Traced(call, n): x for n, x in outputs.items()}
+            for read in call.made if ends else ():
+                reads[read] -= 1
+                if read is not None and not reads[read] and read not in ends:
+                    known.pop(read, None)
+        return known
+
+    @staticmethod
+    def _in_order(
+        calls: Sequence[Sequence[TracedCall]],
+    ) -> Iterator[tuple[int, int, TracedCall]]:
+        # Each call with its step and its number, counted from the step's end.
+        for step, of_step in enumerate(calls):
+            for n, call in enumerate(of_step):
+                yield step, len(of_step) - 1 - n, call
+
+    def _called(self, call: TracedCall, changed: dict[int, Tensor]) -> dict[int, Tensor]:
+        # The changes of a call's outputs, where these are in proportion.
+        leaves: list[Any] = [self._wide(x) for x in call.values()]
+        count = len(next(iter(changed.values())))
+        for n in call.written:
+            changed.setdefault(n, leaves[n].new_zeros(count, *leaves[n].shape))
+        if max(x.numel() for x in changed.values()) > LARGEST:
+            raise NotRead("its state has too many numbers for an impulse per token")
+        at, numbers = [*changed], list[int]()
+
+        def outputs(*changes: Tensor) -> tuple[Tensor, ...]:
+            moved = list(leaves)
+            for n, x in zip(at, changes, strict=True):
+                moved[n] = leaves[n] + x
+            returned = call.outputs(moved)
+            numbers[:] = [n for n, x in enumerate(returned) if is_number(x)]
+            return tuple(returned[n] for n in numbers)
+
+        # Next to each change, a multiple of it, and none at all.
+        changes = changed.values()
+        try:
+            returned = vmap(outputs)(
+                *(torch.cat([x, _FACTOR * x, torch.zeros_like(x[:1])]) for x in changes)
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            returned = ()
+        if not returned:
+            self.ended[call] = call.name
+            return {}
+        is_linear = torch.ones(count, dtype=torch.bool, device=returned[0].device)
+        result = dict[int, Tensor]()
+        for n, y in zip(numbers, returned, strict=True):
+            each, multiple, none = y[:count] - y[-1], y[count:-1] - y[-1], y[-1]
+            differs, size = (x.flatten(1).norm(dim=1) for x in (multiple - _FACTOR * each, each))
+            is_linear &= differs <= LINEAR * size + 1e-12 * float(none.norm())
+            result[n], self.values[Traced(call, n)] = each, none
+        if not bool(is_linear.all()):
+            self.ended[call] = call.name
+            result = {
+                n: torch.where(is_linear.view(-1, *[1] * (x.dim() - 1)), x, 0)
+                for n, x in result.items()
+            }
+        return {n: x for n, x in result.items() if bool(x.any())}
+
+    def _wide(self, x: object) -> object:
+        # A tensor of numbers in float64, converted once.
+        if not is_number(x):
+            return x
+        if id(x) not in self._doubles:
+            self._doubles[id(x)] = x, in_double(x)
+        return self._doubles[id(x)][1]
+
+
+def is_number(x: object) -> TypeGuard[Tensor]:
+    """Whether something is a tensor of real or complex numbers."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def in_double(x: Tensor) -> Tensor:
+    """A tensor of real or complex numbers in float64, or complex128."""
+    return x.to(torch.promote_types(x.dtype, torch.float64))
