@@ -38,7 +38,7 @@ def coefficients_at(
         nodes = [torch.autograd.graph.get_gradient_edge(start).node for start in first]
         with ruled([score.grad_fn], nodes) as carries:
             connected = carries[score.grad_fn]
-            unknown, share = without_rule(carries), None
+            unknown, added, share = without_rule(carries), added_coefficients(carries), None
             if connected:
                 gradients = gradients_at(leaves, score, retain_graph=retain_graph or bool(unknown))
             if connected and unknown:
@@ -51,7 +51,7 @@ def coefficients_at(
             gradients_at(leaves, score)  # raises if there is no gradient either
             raise of_constants()
     warn_of_unruled(unknown, share)
-    warn_of_added(added_coefficients(carries))
+    warn_of_added(added)
     return gradients
 
 

@@ -73,8 +73,11 @@ def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
         if all(entries_of(looked_up, tokens, rows_of(table, input_table)) is None for tokens in ids)
         and not _counts(looked_up)
     ]
-    others = _given_for(request, unknown) if ids and unknown else []
-    for (name, _, looked_up), other in zip(unknown, others, strict=False):
+    others = _given_for(request, tables) if ids and unknown else {}
+    for name, table, looked_up in unknown:
+        calls = [before for _, other, before in tables if other is table]
+        place = next(k for k, before in enumerate(calls) if before is looked_up)
+        other = next(iter(others.get(table, [])[place:]), looked_up)
         if looked_up.shape != other.shape or not torch.equal(looked_up, other):
             warnings.warn(
                 f"{name} is given ids that are computed from those of inputs. What it adds to a "
@@ -91,7 +94,7 @@ def _counts(numbers: Tensor) -> bool:
 
 
 @repeated
-def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
+def _given_for(request: Request, tables: Sequence[Given]) -> dict[nn.Module, list[Tensor]]:
     # What these tables are given where the inputs are others. Nothing if these do not run.
     ids_of: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}
 
@@ -104,9 +107,8 @@ def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
             with watch_modules(map(copies.of, ids_of), before=keep):
                 of_copies.run(inputs)
         except Exception:  # a forward_func that takes no others
-            return []
-    calls = {module: iter(ids) for module, ids in ids_of.items()}
-    return [next(calls[module], ids) for _, module, ids in tables]
+            return {}
+    return ids_of
 
 
 def _addresses(x: Tensor) -> Tensor:

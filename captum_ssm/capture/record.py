@@ -7,7 +7,7 @@ recorded input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.capture.embedded_ids import Given, warn_of_derived
+from captum_ssm.capture.embedded_ids import warn_of_derived
 from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
@@ -30,7 +30,7 @@ from captum_ssm.mixers.call import bound_arguments
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.fingerprint import fingerprint
-from captum_ssm.utils.nested import detached, tensors_in
+from captum_ssm.utils.nested import detached
 from captum_ssm.utils.plain_graph import plain_graph
 from captum_ssm.utils.progress import Bar
 from captum_ssm.utils.retry import retry_with_copies
@@ -160,7 +160,7 @@ def _record_once(
             recording = _with_score(recording, score, cuts)
         if cuts is not None:
             recording = _with_wiring(recording, cuts, entry)
-        tables = _tables(visited, points)
+        tables = [(points[table], original(table), ids) for table, ids in visits.tables]
     warn_of_derived(request, tables)
     visits.filled.warn_of_added()
     return recording if gradients else detached(recording)
@@ -173,17 +173,6 @@ def _picks(
     if cuts is None or all(x.is_floating_point() for x in request.inputs):
         return also
     return lambda module: is_table(module) or bool(also and also(module))
-
-
-def _tables(
-    visited: Sequence[tuple[nn.Module, Any, Any]], points: dict[nn.Module, str]
-) -> list[Given]:
-    # The tables that were called.
-    return [
-        (points[module], original(module), next(tensors_in(inputs)))
-        for module, inputs, _ in visited
-        if is_table(module)
-    ]
 
 
 def _with_score(

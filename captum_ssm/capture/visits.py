@@ -59,6 +59,7 @@ class Visits:
         self.operations = Operations()
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
         self.versions: list[tuple[Tensor, int]] = []  # of what other modules are given and return
+        self.tables: list[tuple[nn.Module, Tensor]] = []  # by call, and what they were given
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in self.mixers)
         self.table = input_embeddings(self.root)
@@ -115,6 +116,8 @@ class Visits:
 
     def leave(self, module: nn.Module, inputs: Any, value: Any) -> tuple[Any, Any]:
         """The call that is recorded, if any, and what the model goes on with."""
+        if is_table(module):
+            self.tables.append((module, next(tensors_in(inputs))))
         with self.operations.paused(), torch.set_grad_enabled(self.grad_mode):
             call = self._call(module, inputs, value)
             is_mixer = module in self.mixers

@@ -100,17 +100,16 @@ def _read(node: Any) -> tuple[bool, bool]:
 
 def _is_write(before: Tensor | None, values: Tensor | None = None) -> bool:
     # From the gradients of the sum: at what was there before they are zero where it was
-    # overwritten, and one elsewhere; at the values one for each entry that they were put into.
-    before, values = (None if x is None else x.abs() for x in (before, values))
-    if before is not None and not bool(((before == 0) | (before == 1)).all()):
+    # overwritten, and one elsewhere; at the values one for each entry that they were put into, or
+    # that they were added to. A function without other values, such as one that rounds, has such
+    # gradients too.
+    if values is None or (before is not None and not bool(((before == 0) | (before == 1)).all())):
         return False
-    if values is None:
-        return True
-    if not bool((values == values.round()).all()):
-        return False
+    values = values.abs()
     if before is None or bool(before.all()):
-        return True
-    return float(values.sum()) == float(torch.count_nonzero(before == 0))
+        return values.numel() == 0 or bool((values == values.flatten()[0]).all())
+    is_counted = bool((values == values.round()).all())
+    return is_counted and float(values.sum()) == float(torch.count_nonzero(before == 0))
 
 
 class _OnCopies(TorchFunctionMode):

@@ -1,13 +1,15 @@
 """Kinds of nodes of an autograd graph, by what relevance does at them.
 
-A kind is a node's name without ``Backward`` at its end: ``SiluBackward0`` is of the kind ``Silu``.
+A kind is a node's name without ``Backward`` at its end: ``SiluBackward0`` is of the kind ``Silu``,
+and ``SliceBackward0_copy`` of the kind ``Slice``.
 A kind in none of these tables, nor in that of the rules, is a function without a rule.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +22,22 @@ Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 # Coefficients: the results of these nodes are constants. Steps have no gradient either.
 CONSTANT = frozenset(
     (
-        *("Bernoulli", "Ceil", "Exp", "Exp2", "Floor", "Hardsigmoid", "MaskedSoftmax", "Normal"),
-        *("Reciprocal", "Round", "Rsqrt", "SafeSoftmax", "Sgn", "Sigmoid", "SigmoidFunction"),
-        *("Sign", "Softmax", "SparseSoftmax", "Trunc"),
+        *("Bernoulli", "Ceil", "Eq", "Exp", "Exp2", "Floor", "Ge", "Gt", "Hardsigmoid", "Le", "Lt"),
+        *("MaskedSoftmax", "Ne", "Normal", "Reciprocal", "Round", "Rsqrt", "SafeSoftmax", "Sgn"),
+        *("Sigmoid", "SigmoidFunction", "Sign", "Softmax", "SparseSoftmax", "Trunc"),
     )
 )
 # The inputs that relevance can go to, where the others are coefficients: denominators, matrices
 # that are inverted, weights, logarithms, places.
 FOLLOWED = {
     **dict.fromkeys(("Addcdiv", "Lerp"), (0, 1)),
-    **dict.fromkeys(("CholeskySolve", "Div", "GridSampler2D", "GridSampler3D", "Ldexp"), (0,)),
-    **dict.fromkeys(("PreluKernel", "SpecialXlog1Py", "TriangularSolve", "Xlogy"), (0,)),
+    **dict.fromkeys(("CholeskySolve", "Copysign", "Div", "GridSampler2D", "GridSampler3D"), (0,)),
+    **dict.fromkeys(("Ldexp", "PreluKernel", "SpecialXlog1Py", "TriangularSolve", "Xlogy"), (0,)),
     **dict.fromkeys(("LinalgLuSolve", "LinalgSolveEx", "LinalgSolveTriangular"), (1,)),
     **dict.fromkeys(("CudnnAttention", "EfficientAttention", "FlashAttention"), (2,)),
 }
+# Their nodes save the result alone, which several complex arguments have.
+OF_RESULT = ("Expm1", "Tanh")
 # Products, and which inputs are the factors: those that depend on the tokens share the relevance.
 PRODUCTS = {
     **dict.fromkeys(("Addbmm", "Addcmul", "Addmm", "Addmv", "Addr", "Baddbmm"), (1, 2)),
@@ -41,13 +45,19 @@ PRODUCTS = {
     **dict.fromkeys(("Linear", "MkldnnLinear", "Mm", "Mul", "Mv", "Vdot"), (0, 1)),
     "Trilinear": (0, 1, 2),
 }
+# Sums that are not linear: the inputs whose product is one summand.
+_SUMMANDS = {
+    **dict.fromkeys(("Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv"), ((0,), (1, 2))),
+    **dict.fromkeys(("Addr", "Baddbmm"), ((0,), (1, 2))),
+    "Lerp": ((0, 2), (1, 2)),
+}
 # Products with a matrix.
 MATRICES = frozenset(PRODUCTS) - {"Addcmul", "LinalgCross", "Mul"}
 # Gradient times input is the output: linear, or of degree one, such as a maximum or a norm; up to
 # constants that the function itself puts, such as padding or a limit.
 _LINEAR = """
     Abs Add Alias Amax Amin Aminmax AsStrided BlockDiag Cat Cdist ChannelShuffle
-    Clamp ClampMax ClampMin Clone Coalesce Col2Im Complex Conj ConjPhysical ConstantPadNd Copysign
+    Clamp ClampMax ClampMin Clone Coalesce Col2Im Complex Conj ConjPhysical ConstantPadNd
     Cummax Cummin Cumsum Deg2Rad DiagEmbed Diagonal DiagonalScatter Dist Embedding EmbeddingBag
     EuclideanDist Expand FftC2C FftC2R FftR2C Fill Flip Fmax Fmin Frexp FusedDropout Gather
     Hardshrink Hardtanh Hypot Im2Col Imag Index IndexAdd IndexCopy IndexFill IndexPut IndexReduce
@@ -90,7 +100,7 @@ def kind_of(node: Node) -> str:
 
 @functools.cache
 def _kind(name: str) -> str:
-    return name.rstrip("0123456789").removesuffix("Backward")
+    return re.sub(r"(Backward)?\d*(_copy)?$", "", name)
 
 
 def followed_by(node: Node) -> Sequence[int]:
@@ -103,8 +113,8 @@ def followed_by(node: Node) -> Sequence[int]:
     if kind == "Pow":
         exponent = node._saved_exponent
         if torch.is_tensor(exponent):  # the base may be a number, which is not an input
-            return (0,) if count == 2 else ()
-        return (0,) if exponent > 0 else ()
+            return (0,) if count == 2 and bool((exponent.real > 0).any()) else ()
+        return (0,) if exponent.real > 0 else ()
     if kind == COPY_SLICES and is_overwritten(node):
         return range(1, count)
     if kind.startswith("ScaledDotProduct"):  # attention's probabilities
@@ -123,22 +133,42 @@ def is_without_rule(node: Node, has_rule: Container[str]) -> bool:
         return not (is_ours or kind.startswith(_FUNCTIONS))
     if getattr(node, "_saved_reduce", "") == "prod":
         return True
+    if kind in OF_RESULT and node._saved_result.is_complex():
+        return True
     known = kind in LINEAR or kind in PRODUCTS or kind in FOLLOWED or kind in has_rule
     return not (known or kind in CONSTANT or kind.startswith((*_LINEAR_FAMILIES, *_FUNCTIONS)))
 
 
-def coefficient_in(node: Node, carries: Mapping[Node, bool]) -> str | None:
-    """The kind of a coefficient that a node's value is made of, if it depends on the tokens."""
-    kind, seen, stack = None, set(), [node]
-    while stack:
-        current = stack.pop()
-        if carries.get(current):
-            return kind
-        if current not in seen:
-            seen.add(current)
-            kind = kind or (kind_of(current) if kind_of(current) in CONSTANT else None)
-            stack.extend(child for child, _ in current.next_functions if child is not None)
-    return None
+def missing_in(node: Node, carries: Mapping[Node, bool]) -> set[str]:
+    """The kinds of the coefficients that are summands, or parts, of a node's value.
+
+    They are made of what carries relevance, which does not go on there.
+    """
+    alone = [(i,) for i in range(len(node.next_functions))]
+    is_joined = kind_of(node) in LINEAR or kind_of(node) == COPY_SLICES
+    kinds, seen = set[str](), set[Node]()
+    for summand in alone if is_joined else _SUMMANDS.get(kind_of(node), ()):
+        before = _inputs_in(node, summand)
+        if not any(carries.get(child) for child, kind in before if kind is None):
+            while before:
+                child, kind = before.pop()
+                if carries.get(child):
+                    kinds.update(() if kind is None else (kind,))
+                elif child not in seen:
+                    seen.add(child)
+                    further = _inputs_in(child, range(len(child.next_functions)))
+                    before.extend((node, kind or stop) for node, stop in further)
+    return kinds
+
+
+def _inputs_in(node: Node, places: Iterable[int]) -> list[tuple[Node, str | None]]:
+    # Some inputs of a node, and its kind where relevance does not go on to them. Nothing is left
+    # of what was overwritten.
+    followed, inputs, kind = followed_by(node), node.next_functions, kind_of(node)
+    places = [i for i in places if i in followed or kind != COPY_SLICES]
+    return [
+        (inputs[i][0], None if i in followed else kind) for i in places if inputs[i][0] is not None
+    ]
 
 
 def is_gate(node: Node) -> bool:
@@ -156,6 +186,18 @@ def is_gate(node: Node) -> bool:
             return False
         is_shifted = is_shifted or _adds_constant(node)
         node = inputs[0]
+
+
+def is_inverse(node: Node) -> bool:
+    """Whether a value is a constant over another one, as that of a norm is over a token's size."""
+    while kind_of(node) in LINEAR or kind_of(node) in ("Div", "Mul"):
+        inputs = [child for child, _ in node.next_functions if child is not None]
+        if kind_of(node) == "Div" and node.next_functions[0][0] is None:
+            return True
+        if len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return kind_of(node) in ("Pow", "Reciprocal", "Rsqrt") and not followed_by(node)
 
 
 def _adds_constant(node: Node) -> bool:

@@ -99,7 +99,7 @@ def _mean(node: Node, centered: bool) -> Rule | None:
     return None if centered or not is_mean_of_channels(node) else lambda inner, outer: (None,)
 
 
-def _scaled(shares: Mapping[int, float | None]) -> Rule:
+def _scaled(shares: Mapping[int, complex | None]) -> Rule:
     # The gradients at some inputs times a number, or dropped.
     def scaled(gradient: Any, i: int) -> Any:
         if gradient is None or i not in shares:
@@ -114,9 +114,9 @@ def _pulled(pull: Callable[[Tensor], Tensor]) -> Rule:
     return lambda inner, outer: (pull(outer[0]), *inner[1:])
 
 
-def _degree(degree_of: Callable[[Node], float]) -> NodeRule:
+def _degree(degree_of: Callable[[Node], complex]) -> NodeRule:
     # Gradient times input of such a function is its degree times the output.
-    return lambda node, centered: _scaled({0: 1 / degree_of(node)})
+    return lambda node, centered: _scaled({0: 1 / degree_of(node).conjugate()})
 
 
 def _product(factors: Set[int], gates: Set[int]) -> Rule | None:
@@ -131,7 +131,7 @@ def _power(base: Tensor, exponent: Tensor) -> Rule:
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         if inner[0] is None:
             return (None, None)
-        factor = torch.where(exponent > 0, base ** (exponent - 1), 0)
+        factor = torch.where(exponent.real > 0, base ** (exponent - 1), 0).conj()
         return ((outer[0] * factor).sum_to_size(base.shape).to(base.dtype), None)
 
     return rule
@@ -141,7 +141,7 @@ def _by_factor(factor_of: Callable[[Node], Tensor | None]) -> NodeRule:
     # An activation is its argument times a constant.
     def rule_of_node(node: Node, centered: bool) -> Rule | None:
         factor = factor_of(node)
-        return None if factor is None else _pulled(lambda gradient: gradient * factor)
+        return None if factor is None else _pulled(lambda gradient: gradient * factor.conj())
 
     return rule_of_node
 
@@ -150,9 +150,11 @@ def _of_self(function: Callable[..., Tensor], saved: Mapping[str, str]) -> NodeR
     def factor(node: Node) -> Tensor | None:
         options = {name: getattr(node, where) for name, where in saved.items()}
         act, x = partial(function, **options) if options else function, node._saved_self.detach()
-        # A limit that is not zero at zero puts a constant there.
-        is_shifted = bool(options) and bool(act(x.new_zeros(x.shape)).any())
-        return None if is_shifted else activation_factor(act, x)
+        # A limit that is not zero at zero puts a constant there; one that is computed is itself
+        # what is put.
+        is_put = any(limit is not None for limit, _ in node.next_functions[1:])
+        is_put = is_put or (bool(options) and bool(act(x.new_zeros(x.shape)).any()))
+        return None if is_put else activation_factor(act, x)
 
     return _by_factor(factor)
 
@@ -164,6 +166,14 @@ def _of_result(inverse: Callable[[Tensor], Tensor], y: Tensor, high: float | Non
     safe = torch.where(wide.abs() < 1e-4, 1e-4, wide)
     safe = safe.clamp(eps - 1, None if high is None else high - eps)
     return (safe / inverse(safe)).to(y.dtype)
+
+
+def _of_saved_result(inverse: Callable[[Tensor], Tensor], high: float | None) -> NodeRule:
+    def factor(node: Node) -> Tensor | None:
+        y = node._saved_result.detach()
+        return None if y.is_complex() else _of_result(inverse, y, high)
+
+    return _by_factor(factor)
 
 
 def _elu(node: Node) -> Tensor:
@@ -313,9 +323,9 @@ def _signed(dim: int) -> int:
 _ACTIVATIONS: dict[str, NodeRule] = {
     **{kind: _of_self(*how) for kind, how in _OF_SELF.items()},
     **dict.fromkeys(("Celu", "Elu"), _by_factor(_elu)),
-    "Expm1": _by_factor(lambda n: _of_result(torch.log1p, n._saved_result.detach(), None)),
+    "Expm1": _of_saved_result(torch.log1p, None),
     "SwishFunction": _by_factor(lambda node: torch.sigmoid(node.saved_tensors[0].detach())),
-    "Tanh": _by_factor(lambda n: _of_result(torch.atanh, n._saved_result.detach(), 1)),
+    "Tanh": _of_saved_result(torch.atanh, 1),
 }
 # The rules of the other kinds, by kind. Fused functions are those of flash-linear-attention.
 RULES: dict[str, NodeRule] = {

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from captum_ssm.graph.in_place import COPY_SLICES, is_hidden
 from captum_ssm.graph.kinds import (
-    LINEAR,
     PRODUCTS,
     Node,
-    coefficient_in,
     followed_by,
     is_gate,
     is_without_rule,
     kind_of,
+    missing_in,
 )
 from captum_ssm.graph.node_rules import BENDING, RULES, Rule, is_mean_of_channels, rule_of
 from captum_ssm.utils.blocks import contextmanager
@@ -178,15 +177,7 @@ def added_coefficients(carries: Mapping[Node, bool]) -> list[str]:
     A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand,
     or as a part of a tensor whose rest carries relevance, it is missing from the relevance.
     """
-    kinds: set[str | None] = set()
-    for node, carry in carries.items():
-        is_joined = kind_of(node) in LINEAR or kind_of(node) == COPY_SLICES
-        if carry and is_joined and len(node.next_functions) > 1:
-            inputs = [child for child, _ in node.next_functions if child is not None]
-            kinds.update(
-                coefficient_in(child, carries) for child in inputs if not carries.get(child)
-            )
-    return sorted(kind for kind in kinds if kind is not None)
+    return sorted(set().union(*(missing_in(node, carries) for node in carries if carries[node])))
 
 
 def mean_size(node: Node) -> int | None:

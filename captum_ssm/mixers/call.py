@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.linear_layers import is_plain, width_of
 from captum_ssm.mixers.past import Past, by_channel
 from captum_ssm.utils.blocks import contextmanager
@@ -169,7 +170,9 @@ class MixerCall:
             if torch.is_tensor(weight):
                 x = x.to(weight.device)
             if not is_plain(layer):  # its weight may be that of a layer inside of it
-                return layer(x.to(self.output.dtype)).to(self.dtype)
+                is_floating = torch.is_tensor(weight) and weight.is_floating_point()
+                like: Any = weight if is_floating else self.output
+                return layer(x.to(like.dtype)).to(self.dtype)
             known = None if self.linears is None else self.linears.find(layer, x)
             if known is not None:
                 has_graph = known.requires_grad or not x.requires_grad
@@ -195,8 +198,15 @@ class MixerCall:
         if is_plain(layer):
             return self.parameter(layer.weight)
         ones = torch.eye(width_of(layer), dtype=self.output.dtype, device=self.output.device)
-        with torch.no_grad():
-            return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
+        try:
+            with torch.no_grad():
+                return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
+        except MISFITS as error:
+            raise UnsupportedModelError(
+                f"the matrix of a {type(layer).__name__} in {self.path} is read off its outputs "
+                f"for unit vectors {(*ones.shape,)}, for which it raises {type(error).__name__}: "
+                f"{error}. Expected a layer that takes any tokens, each by itself, as nn.Linear."
+            ) from error
 
     def parameter(self, value: Tensor) -> Tensor:
         """A parameter of any shape, detached, in the working dtype."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from captum_ssm.graph.kinds import is_inverse, kind_of
 from captum_ssm.graph.points import Point, closed
 from captum_ssm.graph.reachability import dependencies, edges_before, meetings
 from captum_ssm.graph.relevance_rules import ruled
@@ -101,13 +102,19 @@ def _is_weighed(point: Point, leaf: Point) -> bool:
     # Whether tokens were just multiplied by numbers that are not made of their own size: those of a
     # weighted sum, or a gate; not the denominator of a norm.
     node = point.edge.node
-    if not node.name().startswith("Mul"):
+    if kind_of(node) != "Mul":
         return False
-    factors = [before for before, _ in node.next_functions if before is not None]
-    edges = [replace(point, edge=GradientEdge(before, 0)) for before in factors]
-    read = dependencies(edges, [leaf])
-    made = [before for before, leaves in zip(factors, read, strict=True) if leaves]
-    return len(made) == 1 or any(before.name().startswith("Sigmoid") for before in made)
+    factors = [GradientEdge(x, i) for x, i in node.next_functions if x is not None]
+    read = dependencies([replace(point, edge=factor) for factor in factors], [leaf])
+    made = [factor for factor, leaves in zip(factors, read, strict=True) if leaves]
+    return len(made) == 1 or any(_is_weight(factor, point.channels) for factor in made)
+
+
+def _is_weight(factor: GradientEdge, channels: int | None) -> bool:
+    # Whether a factor is a gate, or a number of each token's that is not one over its size.
+    shape = Point.at(factor).shape
+    is_one = channels is not None and len(shape) > 1 and shape[channels] == 1
+    return (is_one and not is_inverse(factor.node)) or kind_of(factor.node) == "Sigmoid"
 
 
 def points(edge: GradientEdge, batch: int) -> list[Point]:

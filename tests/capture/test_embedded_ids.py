@@ -163,3 +163,30 @@ def test_a_memory_limit_does_not_hide_what_is_written() -> None:
     x = torch.randn(2, 8, 3)
     expected = MambaLRP(plain).attribute(x, target=1)
     assert_close(MambaLRP(writes, memory_limit=1 << 30).attribute(x, target=1), expected)
+
+
+class Shifted(nn.Module):
+    """One table for each id and, ``again``, for the one before it."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.again = nn.Embedding(11, 6), again
+        self.stack = Stack(BothWays(), BothWays())
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = self.table(ids)
+        if self.again:
+            tokens = tokens + self.table(ids.roll(1, 1))
+        return self.stack(tokens)[:, -1]
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+def test_a_table_that_is_given_moved_ids_too_is_said(method: type[TokenAttribution]) -> None:
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    with pytest.warns(UserWarning, match="table is given ids that are computed from those"):
+        method(Shifted(True).eval()).attribute(ids, target=1)
+    method(Shifted(False).eval()).attribute(ids, target=1)  # warnings are errors
