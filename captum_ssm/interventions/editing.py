@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.capture.session import IS_RECORDED
@@ -46,7 +47,7 @@ from captum_ssm.utils.blocks import bound, contextmanager, undo
 from captum_ssm.utils.clones import version_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
-from captum_ssm.utils.nested import detached, with_first
+from captum_ssm.utils.nested import detached, tensors_in, with_first
 from captum_ssm.utils.offload import weights_loaded
 from captum_ssm.utils.plain_graph import without_checkpoints
 
@@ -182,6 +183,11 @@ class _Edits:
                 f"{path} is edited by an intervention, and a method of frozen mixers was called "
                 "inside of the block, where it would explain the unedited mixer; expected methods "
                 "of gradients or perturbations there. Call this method outside of the block."
+            )
+        if any(map(is_batchedtensor, tensors_in((args, kwargs)))):
+            raise UnsupportedModelError(
+                f"{path} is called under torch.vmap, which hides an axis of its tokens; expected "
+                "the block to call the model on a batch of examples."
             )
         call = MixerCall.of(path, module, args, kwargs, None, channels=channels)
         call = replace(call, linears=LinearCalls())
