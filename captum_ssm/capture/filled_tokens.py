@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm.capture.request import Request
+from captum_ssm.graph.points import edge_of
 from captum_ssm.utils.nested import tensors_in
 
 
@@ -48,7 +49,7 @@ class FilledTokens:
         """Look for tokens that are made of ``embeddings`` ``(B, L, E)``."""
         if embeddings.dim() == 3 and embeddings.requires_grad:
             # The tensor itself may be written into.
-            self._shape, self._embeddings = embeddings.shape, get_gradient_edge(embeddings)
+            self._shape, self._embeddings = embeddings.shape, edge_of(embeddings)
 
     def among(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
         """The tokens ``(B, L, E)`` among what a module is given, and which are filled, ``(B, L)``.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm.capture.embedded_ids import entries_of, rows_of
 from captum_ssm.capture.filled_tokens import FilledTokens
@@ -20,6 +20,7 @@ from captum_ssm.capture.request import Request
 from captum_ssm.capture.reuse import InnerResults
 from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.graph.points import edge_of
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import channels_of, past_before
@@ -197,7 +198,7 @@ class Visits:
             return None, value
         visit = replace(call, result=value)
         has_graph = first_of(value).requires_grad
-        self.edges.append(get_gradient_edge(first_of(value)) if has_graph else None)
+        self.edges.append(edge_of(first_of(value)) if has_graph else None)
         # What is measured after the run is compared with what the mixer returned.
         own_graph = substitute is not None and is_mixer and substitute.made[-1] is None
         if not (is_own or own_graph or substitute is None or substitute.keeps_outputs):

@@ -14,12 +14,35 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from captum_ssm.utils.blocks import contextmanager
+
+
+class OwningEdge(GradientEdge):
+    """An edge that keeps its graph alive by itself.
+
+    A node of a :class:`torch.autograd.Function` is freed with the graph's last tensor, whoever
+    holds the node: reading it then fails, or ends the process. Newer torch (2.13, not 2.6) has a
+    field of the edge for a node that owns it.
+    """
+
+    owner: Any
+
+
+def edge_of(x: Tensor) -> GradientEdge:
+    """Where a tensor that requires a gradient came from, to be kept without the tensor."""
+    edge = get_gradient_edge(x)
+    if len(edge) > 2 or not isinstance(edge.node, torch._C._FunctionBase):
+        return edge
+    owning = OwningEdge(*edge)
+    with torch.enable_grad():
+        owning.owner = x.view_as(x).grad_fn
+    return owning
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +68,7 @@ class Point:
     def of(cls, x: Tensor, channels: int | None = -1) -> Point:
         """The point of a tensor that requires a gradient, also for a caller without gradients."""
         with torch.inference_mode(False), torch.enable_grad():
-            edge = get_gradient_edge(x)
+            edge = edge_of(x)
         return cls(edge, x.shape, x.dtype, x.device, channels)
 
     @classmethod
