@@ -203,7 +203,8 @@ class Visits:
         own_graph = substitute is not None and is_mixer and substitute.made[-1] is None
         if not (is_own or own_graph or substitute is None or substitute.keeps_outputs):
             visit = replace(visit, result=map_tensors(_form, value))
-        return visit, value
+        # Which the model may change in place.
+        return visit, with_first(value, first_of(value).clone()) if own_graph else value
 
     def fill(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module is to be given, where the tokens begin that the model filled."""

@@ -58,8 +58,8 @@ class ReorderedMixer(FrozenMixer):
         """The scans of the inner mixer, in orders of the model's tokens."""
         if self.order.shape[0] > 1:
             raise UnsupportedModelError(
-                f"this mixer works on {self.order.shape[0]} windows of the tokens; LaTIM expects "
-                "one sequence of them, so use another method."
+                f"this mixer works on {self.order.shape[0]} windows of the tokens, so it has no "
+                "scan of all of them; expected one sequence. Use MambaLRP, or a method of maps."
             )
         order = self.order[0]
         return [

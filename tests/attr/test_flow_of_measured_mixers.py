@@ -57,6 +57,26 @@ class OfBlocks(nn.Module):
         return self.head(x)
 
 
+class BlockInPlace(FormedBlock):
+    """A block that adds its tokens to what the mixer returned, in place."""
+
+    def forward(self, x):
+        y = self.mixer(self.norm(x))
+        y += x
+        return self.form(y)
+
+
+def test_what_a_measured_mixer_returned_may_be_changed_in_place():
+    x, model = wild.tokens(1, L).double(), made(OfBlocks)
+    expected = RelevanceFlow(model).edges(x, (L - 1, 2)).matrix()
+    model = made(OfBlocks)
+    for layer in model.layers:
+        layer.__class__ = BlockInPlace
+    flow = RelevanceFlow(model)
+    for _ in range(2):  # not known, and known
+        assert (flow.edges(x, (L - 1, 2)).matrix() - expected).abs().max() < 1e-9
+
+
 def books_of(edges) -> None:
     for layer in edges.values():
         matrix = layer.matrix()
