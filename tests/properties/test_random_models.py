@@ -35,7 +35,7 @@ def explained(method, model, x, *args, **options):
         return None
     except ValueError as error:
         # The score is read from a constant token, or the mixers add to no residual stream.
-        if "could not be found" in str(error) or "residual stream" in str(error):
+        if "was not found" in str(error) or "residual stream" in str(error):
             return None
         raise
 
