@@ -124,8 +124,11 @@ def projections(
 def _gradients(
     later: Point, seed: Tensor, earlier: Sequence[Point], orders: TokenOrders | None
 ) -> list[Tensor | None]:
-    # The gradients at the earlier tensors, (T, E) each, with the tokens in the later one's order.
-    pulled = gradients([later], [seed], earlier)
+    # The gradients at the earlier tensors, (T, E) each, with the tokens in the later one's order,
+    # and on its device.
+    pulled = [
+        None if g is None else g.to(later.device) for g in gradients([later], [seed], earlier)
+    ]
     for k, (g, order) in enumerate(zip(pulled, orders or [None] * len(pulled), strict=True)):
         if g is not None and order is not None:
             back = torch.argsort(order).to(g.device)

@@ -101,12 +101,12 @@ def _read(node: Any) -> tuple[bool, bool]:
 def _is_write(before: Tensor | None, values: Tensor | None = None) -> bool:
     # From the gradients of the sum: at what was there before they are zero where it was
     # overwritten, and one elsewhere; at the values one for each entry that they were put into, or
-    # that they were added to. A function without other values, such as one that rounds, has such
-    # gradients too, where it is not visible.
+    # that they were added to. What has no other values is taken for a constant that was put: one
+    # that rounds has the same gradients.
     if before is not None and not bool(((before == 0) | (before == 1)).all()):
         return False
     if values is None:
-        return _IS_VISIBLE.get()
+        return True
     values = values.abs()
     if before is None or bool(before.all()):
         return values.numel() == 0 or bool((values == values.flatten()[0]).all())

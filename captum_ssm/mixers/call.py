@@ -194,6 +194,9 @@ class MixerCall:
 
         For a layer without a plain weight tensor (quantized, with LoRA) it is computed from the
         layer's outputs for unit vectors.
+
+        Raises:
+            UnsupportedModelError: the layer does not take these.
         """
         if is_plain(layer):
             return self.parameter(layer.weight)

@@ -385,7 +385,7 @@ def _as_added(
         unit = 1 if of_stream is None or not of_stream.all() else of_stream
         scale, summed = (
             x if x.dim() == 1 else _in_place(place, x.unflatten(0, (batch, -1)), batch)
-            for x in (scale / unit, at.at_root * unit)
+            for x in (y.to(direction.device) for y in (scale / unit, at.at_root * unit))
         )
         off = (direction - scale.to(summed) * summed).norm()
         if bool(off <= rounding * direction.norm()):
