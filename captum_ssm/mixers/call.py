@@ -190,13 +190,10 @@ class MixerCall:
         return y if y is None or y.dtype == self.output.dtype else None
 
     def weight(self, layer: Any) -> Tensor:
-        """The matrix of a linear layer, ``(out, in)``, in the working dtype.
-
-        For a layer without a plain weight tensor (quantized, with LoRA) it is computed from the
-        layer's outputs for unit vectors.
+        """The matrix ``(out, in)`` of a linear layer; of a quantized one by its results for ones.
 
         Raises:
-            UnsupportedModelError: the layer does not take these.
+            UnsupportedModelError: a layer without a plain weight tensor takes no unit vectors.
         """
         if is_plain(layer):
             return self.parameter(layer.weight)

@@ -356,7 +356,7 @@ def test_bad_arguments(error, match, arguments):
         (ValueError, "inputs is a tuple of 2", (X, X)),
         (InputError, "holds no batch", []),
         (InputError, "expected one size", [X, X[..., :4]]),
-        (InputError, "not finite", X * float("nan")),
+        (InputError, "holds NaN or Inf", X * float("nan")),
     ],
 )
 def test_bad_inputs(error, match, inputs):
