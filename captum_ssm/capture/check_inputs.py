@@ -76,7 +76,7 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         kind = "a nested tensor" if inputs.is_nested else f"a tensor of layout {inputs.layout}"
         advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
         raise TypeError(f"inputs is {kind}; {_EXPECTED}, dense: pass {advice}.")
-    if torch.get_default_device().type == "meta":
+    if torch.empty(0).device.type == "meta":  # the default device; asked for, torch 2.6 may fail
         raise InputError(
             "the default device is meta, on which new tensors have no values; expected a device "
             "that computes: call torch.set_default_device(None) before explaining."
