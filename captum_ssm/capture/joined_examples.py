@@ -1,13 +1,17 @@
-"""Whether the score of one example depends on others of its batch."""
+"""Whether what is computed of one example depends on others of its batch."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from captum_ssm.graph.points import Point, visit_gradients
+from captum_ssm.wiring.cuts import RunCuts
 
 
 def joins_examples(score: Tensor, ends: Sequence[Any], of_others: Sequence[Any]) -> bool:
@@ -24,6 +28,38 @@ def joins_examples(score: Tensor, ends: Sequence[Any], of_others: Sequence[Any])
         gradients = torch.autograd.grad(score[0], list(ends), retain_graph=True, allow_unused=True)
     pairs = zip(gradients, of_others, strict=True)
     return any(bool(gradient[index].any()) for gradient, index in pairs if gradient is not None)
+
+
+def are_joined(cuts: RunCuts, output: Tensor, batch: int) -> bool:
+    """Whether what mixers are given, or an output, depends on other examples, mixers left out.
+
+    Args:
+        cuts (RunCuts): of the run; its graph is kept.
+        output (Tensor): what the model returned, with its graph.
+        batch (int): B.
+    """
+    ends = [*(port.entry for port in cuts.ports), Point.of(output)]
+    later = [end for end in ends if end is not None and end.shape[0] == batch]
+    starts = [*(port.exit for port in cuts.ports), *(start.point for start in cuts.starts.values())]
+    earlier = [start for start in starts if start.shape[0] == batch]
+    joined = False
+
+    def of_first(end: Point) -> Tensor:
+        seed = end.unflat(end.noise()).clone()
+        seed[1:] = 0
+        return end.flat(seed)
+
+    def look(k: int, gradient: Tensor) -> None:
+        nonlocal joined
+        # NaN tells nothing.
+        joined = joined or bool((earlier[k].unflat(gradient)[1:].abs() > 0).any())
+
+    cuts.measuring = True
+    try:
+        visit_gradients(later, [partial(of_first, end) for end in later], earlier, look)
+    finally:
+        cuts.measuring = False
+    return joined
 
 
 def warn_of_joined_examples() -> None:

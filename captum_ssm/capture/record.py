@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.capture.embedded_ids import warn_of_derived
 from captum_ssm.capture.filled_tokens import may_fill
+from captum_ssm.capture.joined_examples import are_joined
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
@@ -27,6 +28,7 @@ from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.capture.visits import Visits, is_table
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import bound_arguments
+from captum_ssm.mixers.registry import known_of
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.fingerprint import fingerprint
@@ -206,8 +208,13 @@ def _with_wiring(
         in_grid=in_grid,
         mask=recording.mask,
     )
-    made_of = wiring.structure | recording.operations
-    return replace(recording, wiring=replace(wiring, structure=made_of))
+    wiring = replace(wiring, structure=wiring.structure | recording.operations)
+    # With a score they are looked at by its own gradients.
+    known = known_of(request.module)
+    if request.batch > 1 and recording.score is None and not wiring.structure <= known.apart:
+        wiring = replace(wiring, joins_examples=are_joined(cuts, logits, request.batch))
+        known.apart |= frozenset() if wiring.joins_examples else wiring.structure
+    return replace(recording, wiring=wiring)
 
 
 class GradientsStayOn(TorchFunctionMode):

@@ -171,8 +171,8 @@ class Wiring:
             how far each is from the place that it has among the last n. Default: None
         unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
         gates (str, optional): those whose results only multiply others, as a gate. Default: None
-        structure (frozenset, optional): what the graph between the mixers is made of.
-            Default: frozenset(), for nothing known
+        joins_examples (bool, optional): whether examples act on one another. Default: False
+        structure (frozenset, optional): what the graph between is made of. Default: frozenset()
     """
 
     steps: list[Step]
@@ -189,6 +189,7 @@ class Wiring:
     rows: Tensor | None = None
     unread: str | None = None
     gates: str | None = None
+    joins_examples: bool = False
     structure: frozenset[Any] = frozenset()
 
     @cached_property
@@ -259,6 +260,11 @@ class Wiring:
 
     def said(self) -> Iterator[str]:
         """What maps through the layers do not show, or count all the same, for warnings."""
+        if self.joins_examples:
+            yield (
+                "examples of the batch act on one another (as by a batch norm in training mode), "
+                "and maps through the layers do not show it. Explain one example at a time."
+            )
         if self.unread is not None:
             yield (
                 f"the score does not depend on what {self.unread} returned (it is multiplied by "

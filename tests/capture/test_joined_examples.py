@@ -18,6 +18,7 @@ from captum_ssm import (
     MambaAttribution,
     MambaLRP,
     MambaRollout,
+    RawAttention,
     RelevanceFlow,
     TargetError,
     UnifiedImplicitAttention,
@@ -246,3 +247,23 @@ def test_modes_of_the_caller(mode):
         of_flow = RelevanceFlow(again).edges(x, target=1).matrix()
     for one, other in zip([*found, of_flow], [*expected, edges], strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("method", [MambaRollout, RawAttention])
+@pytest.mark.parametrize("part", ["between", "after"])
+def test_methods_without_a_score_say_that_examples_are_joined(method, part):
+    def centered(h):
+        return h - h.mean(0)
+
+    def of(model):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            method(model).attribute(noise(2, L, E), position=L - 1)
+        return [str(one.message) for one in found if "act on one another" in str(one.message)]
+
+    changes = (
+        {"between": centered} if part == "between" else {"after": lambda h: centered(h)[:, -1]}
+    )
+    model = Two(**changes).eval()
+    assert [len(of(model)) for _ in range(2)] == [1, 1]
+    assert of(Two().eval()) == []
