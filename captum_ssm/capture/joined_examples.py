@@ -35,10 +35,13 @@ def are_joined(cuts: RunCuts, output: Tensor, batch: int) -> bool:
 
     Args:
         cuts (RunCuts): of the run; its graph is kept.
-        output (Tensor): what the model returned, with its graph.
+        output (Tensor): what the model returned; it may have no graph.
         batch (int): B.
     """
-    ends = [*(port.entry for port in cuts.ports), Point.of(output)]
+    ends = [
+        *(port.entry for port in cuts.ports),
+        Point.of(output) if output.requires_grad else None,
+    ]
     later = [end for end in ends if end is not None and end.shape[0] == batch]
     starts = [*(port.exit for port in cuts.ports), *(start.point for start in cuts.starts.values())]
     earlier = [start for start in starts if start.shape[0] == batch]

@@ -250,6 +250,7 @@ class Growing(nn.Module):
 
 @each_method
 @pytest.mark.filterwarnings("ignore:the score of one example depends on others")
+@pytest.mark.filterwarnings("ignore:examples of the batch act on one another")
 def test_buffers_and_containers_are_put_back(method):
     model, tokens = Growing().train(), ids(2, 7)
     before = fingerprint(model)
