@@ -27,6 +27,7 @@ from captum_ssm.capture import (
 )
 from captum_ssm.capture.finite import check_relevance
 from captum_ssm.capture.span_target import SpanTarget
+from captum_ssm.capture.target import balance
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.models.token_grid import INTERPOLATIONS
 from captum_ssm.utils.allocator import workspace
@@ -34,6 +35,7 @@ from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.captum_api import Attribution, TargetType, is_tuple, log_usage
 from captum_ssm.utils.memory import memory_limit
 from captum_ssm.utils.progress import showing
+from captum_ssm.utils.quiet import quiet
 from captum_ssm.utils.retry import retry_with_copies
 from captum_ssm.utils.suggestions import did_you_mean
 
@@ -174,6 +176,7 @@ class TokenAttribution(ModelAttribution):
         *,
         position: Any = None,
         return_convergence_delta: bool = False,
+        return_balance: bool = False,
         show_progress: bool | None = None,
         **options: Any,
     ) -> Any:
@@ -186,10 +189,17 @@ class TokenAttribution(ModelAttribution):
         """
         self._check_options(options, return_convergence_delta)
         asked = inputs, target, additional_forward_args, position, return_convergence_delta
+        arguments = Arguments(*asked)
         with showing(show_progress):
-            result = computed(lambda: self._attribute(Arguments(*asked), **options))
-        check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
-        return result
+            result = computed(lambda: self._attribute(arguments, **options))
+            check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
+            if not return_balance:
+                return result
+            with quiet():  # it has warned
+                frozen = computed(lambda: self._freeze(arguments))
+        has_several = return_convergence_delta or any(map(options.get, RESULTS))
+        held = balance(frozen.require_query(), frozen.wiring)
+        return (*result, held) if has_several else (result, held)
 
     def _check_options(self, options: Collection[str], needs_delta: bool) -> None:
         if needs_delta and not self.has_convergence_delta():

@@ -49,6 +49,11 @@ _DELTA = """\
     return_convergence_delta (bool, optional): also return what the relevance leaves out, for
         methods with ``has_convergence_delta()``. Default: False
 """
+_BALANCE = """\
+    return_balance (bool, optional): also return, last, the share ``(B,)`` of what the score reads
+        that comes through the last mixers, whose maps hold it; the rest goes past them, which only
+        a rollout and MambaLRP follow. It takes another run of the model. Default: False
+"""
 _PROGRESS = """\
     show_progress (bool, optional): True shows a progress bar, False none; None shows one on a
         terminal, for what takes more than two seconds. Default: None
@@ -161,7 +166,7 @@ def documented(attribute: Callable[..., Any], method: Callable[..., Any]) -> Cal
     signature = inspect.signature(attribute)
     shared = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     # A stable sort: options of the method stand before ``return_convergence_delta``.
-    last = ("return_convergence_delta", *RESULTS, "show_progress")
+    last = ("return_convergence_delta", *RESULTS, "return_balance", "show_progress")
     keywords = [p for p in [*shared, *of_method.values()] if p.kind is p.KEYWORD_ONLY]
     keywords.sort(key=lambda p: last.index(p.name) + 1 if p.name in last else 0)
     parameters = [
@@ -181,7 +186,7 @@ def _documentation(written: str, names: Collection[str]) -> str:
     told = sections.pop("Args", "")
     known = [name for name in _OPTIONS if name in names]
     shared = "".join(_OPTIONS[name] for name in known if not re.search(rf"\b{name}\b[ :]", told))
-    arguments = _ARGUMENTS + told + shared + _DELTA + _PROGRESS
+    arguments = _ARGUMENTS + told + shared + _DELTA + _BALANCE + _PROGRESS
     returns, raises = sections.pop("Returns", _RETURNS), sections.pop("Raises", _RAISES)
     text = f"{summary.strip()}\n\nArgs:\n{arguments}\nReturns:\n{returns}\nRaises:\n{raises}"
     return text + "".join(f"\n{name}::\n\n{part}" for name, part in sections.items())

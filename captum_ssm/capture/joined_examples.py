@@ -57,11 +57,8 @@ def are_joined(cuts: RunCuts, output: Tensor, batch: int) -> bool:
         # NaN tells nothing.
         joined = joined or bool((earlier[k].unflat(gradient)[1:].abs() > 0).any())
 
-    cuts.measuring = True
-    try:
+    with cuts.measured():
         visit_gradients(later, [partial(of_first, end) for end in later], earlier, look)
-    finally:
-        cuts.measuring = False
     return joined
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,12 @@ def query_weights(
             "reads what the mixers returned; pass position=, the token whose row is explained."
         )
     return measured
+
+
+def balance(query: Sequence[Tensor], wiring: Wiring) -> Tensor:
+    """The share ``(B,)`` of what is read that comes through the last mixers, not past them."""
+    read = torch.stack([weights.abs().sum(1) for weights in query])
+    return read[: wiring.main].sum(0) / read.sum(0)
 
 
 def check_rows(recording: Recording, rows: Tensor) -> None:

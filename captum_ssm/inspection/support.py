@@ -16,6 +16,7 @@ from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Deviation, Rebuilt
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.target import balance
 from captum_ssm.capture.tolerances import tolerances_of
 from captum_ssm.discovery.search import shared
 from captum_ssm.errors import UnsupportedModelError
@@ -80,7 +81,7 @@ def supported(
         [support_of(frozen, layer) for layer in frozen.layers],
         between(frozen),
         tried,
-        frozen.wiring.held,
+        1.0 if frozen.query is None else float(balance(frozen.query, frozen.wiring).mean()),
         kinds_of(others),
         kinds_of(module for module in others if module in mixing),
         target,

@@ -6,6 +6,7 @@ is left is everything else: embeddings, norms, MLPs, heads, permutations, the me
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import dependencies
+from captum_ssm.utils.blocks import contextmanager
 
 
 class _Exit(torch.autograd.Function):
@@ -26,7 +28,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        return None if ctx.cuts.measuring else gradient, None
+        return None if ctx.cuts._measuring else gradient, None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class RunCuts:
     starts: dict[int, InputCut] = field(default_factory=dict)
     ports: list[MixerCut] = field(default_factory=list)
     embedded: dict[int, Tensor] = field(default_factory=dict)
-    measuring: bool = False
+    _measuring: bool = False
     _begun: dict[int, Tensor] = field(default_factory=dict)
     _entries: list[Point | None] = field(default_factory=list)
 
@@ -126,6 +128,15 @@ class RunCuts:
         with torch.enable_grad():
             added = self._begun[index].flatten(0, -2)[:, :E].index_select(0, at)
             return value + added.view(value.shape)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Keep gradients from going into the mixers while the block is open."""
+        self._measuring = True
+        try:
+            yield
+        finally:
+            self._measuring = False
 
     def forget(self) -> None:
         """Let go of the graph, which refers to this object too."""

@@ -61,15 +61,13 @@ def measure(
         end = Point.of(output)
     if score is not None and score.requires_grad:
         at = Point.of(score, None)
-    cuts.measuring = True
     try:
-        graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
-        wiring = _measured(graph, OutputReads(graph, at), mask)
+        with cuts.measured():
+            graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
+            wiring = _measured(graph, OutputReads(graph, at), mask)
     except UnsupportedModelError as error:
         count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
         wiring = replace(sequence(count, tokens), refused=str(error))
-    finally:
-        cuts.measuring = False
     ends = [*(port.entry for port in cuts.ports), end]
     nodes = (point.edge.node for point in ends if point is not None)
     return replace(wiring, structure=structure(nodes, is_cut=True))
@@ -98,7 +96,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
     if not readout.is_whole:
         shares = readout.shares(output, steps, read.past)
     past, shares, factor = readout.past_pool(steps, shares)
-    held, said = readout.balance(past, read.again, shares[len(read.direct) :])
+    said = readout.past(past, read.again, shares[len(read.direct) :])
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
         (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in past.items()
@@ -112,7 +110,7 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         maps.is_far,
         inputs=graph.inputs,
         unknown=readout.unknown() if simple else None,
-        held=held,
+        main=len(read.direct),
         past=said,
         rows=readout.rows(),
         unread=_unread(graph),

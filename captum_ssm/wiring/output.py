@@ -181,10 +181,10 @@ class OutputReads:
             left = {m: strength for m, strength in rest.items() if bool(strength.any())}
         return past
 
-    def balance(
+    def past(
         self, past: Mapping[int, Tensor], again: Sequence[Source], shares: Sequence[Tensor | None]
-    ) -> tuple[float, str | None]:
-        """What share of an output the maps hold, also in words where some goes past.
+    ) -> str | None:
+        """What goes past the last mixers, in words; None where nothing does.
 
         ``again`` is what joins its tokens past their mixers, with its ``shares`` if it is pooled.
         """
@@ -194,7 +194,7 @@ class OutputReads:
         ]
         gone += past.items()
         if not gone:
-            return 1.0, None
+            return None
         parts, held = [], 1.0
         for k, read in gone:
             assert read is not None
@@ -205,7 +205,7 @@ class OutputReads:
             share = float(read.mean() if self.is_whole else read.sum(1).mean())
             held -= share
             parts.append(f"{share:.0%} goes past, from {self.graph.name(k)} at {where}")
-        return held, f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
+        return f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
 
     def rows(self) -> Tensor | None:
         """How far the rows of an output of fewer tokens are from its last tokens, ``(n,)``."""

@@ -164,8 +164,8 @@ class Wiring:
             Default: (), where that was not measured
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
             linear. Default: None
-        held (float, optional): the share of what a pooled output reads that comes through the
-            last mixers. Default: 1.0
+        main (int, optional): how many of the reads of the output, the first ones, come through the
+            last mixers; the others go past them. Default: 1
         past (str, optional): what goes past them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the place that it has among the last n. Default: None
@@ -184,7 +184,7 @@ class Wiring:
     refused: str | None = None
     inputs: tuple[InputMap, ...] = ()
     unknown: str | None = None
-    held: float = 1.0
+    main: int = 1
     past: str | None = None
     rows: Tensor | None = None
     unread: str | None = None

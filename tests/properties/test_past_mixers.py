@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from families import build
@@ -216,6 +218,37 @@ def test_the_share_is_said():
     assert "83% goes past, from the input" in found.between
     with pytest.warns(UserWarning, match="83% goes past"):
         RawAttention(model).attribute(x)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_result_can_be_asked_for_the_balance(method):
+    plain, model, x = once_more(0, 0, 3), once_more(5, 0, 3), tokens().expand(2, -1, -1)
+    for m, held in ((plain, 1), (model, 1 / 6)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what goes past
+            relevance, balance = method(m).attribute(x, target=1, return_balance=True)
+            assert_close(relevance, method(m).attribute(x, target=1), 1e-12)
+        assert_close(balance, torch.full((2,), held, dtype=x.dtype), 1e-9)
+
+
+def test_the_balance_is_that_of_the_row_and_the_last_result():
+    def forward(m, x):
+        h = m.towards(x)
+        return m.head(h + torch.arange(L).to(x)[:, None] * x)
+
+    model, x = with_forward(forward), tokens()
+    for position in (0, 3):
+        _, delta, balance = MambaLRP(model).attribute(
+            x, (position, 1), return_convergence_delta=True, return_balance=True
+        )
+        assert_close(
+            delta,
+            MambaLRP(model).compute_convergence_delta(
+                MambaLRP(model).attribute(x, (position, 1)), x, (position, 1)
+            ),
+            1e-12,
+        )
+        assert_close(balance, torch.tensor([1 / (1 + position)], dtype=x.dtype), 1e-6)
 
 
 # What rejoins is one mixer's result, without the stream that it was added to.
