@@ -11,6 +11,12 @@ from torch import nn
 
 from captum_ssm.utils.blocks import contextmanager, undo
 
+# Where a module keeps its hooks: first what is noted of them, then the hooks themselves.
+_KEPT = (
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_hooks",
+)  # fmt: skip
+
 # Takes a module and what it is called with; returns other arguments, ``(args, kwargs)``, or None.
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 # Takes a module, what it was called with and what it returned; returns another result, or None.
@@ -49,19 +55,31 @@ def watch_modules(
     """
     thread = threading.get_ident()
 
-    def here(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *call: function(*call) if threading.get_ident() == thread else None
+    def here(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def hook(*call: Any) -> Any:
+            return function(*call) if threading.get_ident() == thread else None
+
+        undo(stack, _remove, module, hook)
+        return hook
 
     with ExitStack() as stack, stack:
         for module in modules:
             if before is not None:
-                add, is_first = module.register_forward_pre_hook, ended is not None
-                undo(stack, add(here(before), prepend=is_first, with_kwargs=True).remove)
+                hook, is_first = here(before, module), ended is not None
+                module.register_forward_pre_hook(hook, prepend=is_first, with_kwargs=True)
             for told, always in ((after, False), (ended, True)):
                 if told is not None:
-                    hook = module.register_forward_hook
-                    undo(stack, hook(here(told), with_kwargs=True, always_call=always).remove)
+                    hook = here(told, module)
+                    module.register_forward_hook(hook, with_kwargs=True, always_call=always)
         yield
+
+
+def _remove(module: nn.Module, hook: Callable[..., Any]) -> None:
+    # The handle of a hook comes too late: a signal may come between the hook and its handle.
+    kept = [getattr(module, name) for name in _KEPT]
+    for key in [key for hooks in kept for key, known in list(hooks.items()) if known is hook]:
+        for hooks in kept:
+            hooks.pop(key, None)
 
 
 def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:

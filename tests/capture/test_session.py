@@ -20,6 +20,7 @@ from methods import METHODS, each_method
 from models import ids, tiny
 from torch import nn
 from transformers.utils import logging
+from unchanged import fingerprint
 
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
 from captum_ssm.capture.operations import Operations
@@ -27,6 +28,7 @@ from captum_ssm.capture.thrown_away import without_compiler
 from captum_ssm.models import BidirectionalMamba
 from captum_ssm.utils.copies import Copies, copied, original, running
 from captum_ssm.utils.transformers_advice import without_advice
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 class State:
@@ -385,10 +387,19 @@ def noted_functions():
         torch.ones(2)
 
 
-@pytest.mark.parametrize("block", [noted_functions, without_advice()(lambda: None)])
+LAYER = nn.Linear(2, 2)
+
+
+@watch_modules([LAYER], before=print, after=print, ended=print)
+def watched_layer():
+    pass
+
+
+@pytest.mark.parametrize("block", [noted_functions, without_advice()(lambda: None), watched_layer])
 def test_a_signal_at_any_line_of_a_block_leaves_the_process_as_it_was(block):
     def state():
-        return interrupts.process(), logging.get_verbosity(), logging.is_progress_bar_enabled()
+        bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        return interrupts.process(), fingerprint(LAYER), bars
 
     block()
     moments = [m for m in interrupts.moments_of(block) if m.file != interrupts.CONTEXTS]
