@@ -145,7 +145,10 @@ class FrozenCall:
 def _projected(mixer: FrozenMixer, matrix: Tensor) -> FrozenMixer:
     project = mixer.out_proj
     return replace(
-        mixer, out_weight=matrix @ mixer.out_weight, out_proj=lambda y: project(y) @ matrix.mT
+        mixer,
+        out_weight=matrix @ mixer.out_weight,
+        out_proj=lambda y: project(y) @ matrix.mT,
+        dense_skip=None if mixer.dense_skip is None else mixer.dense_skip @ matrix.mT,
     )
 
 
@@ -157,6 +160,7 @@ def _scaled(mixer: FrozenMixer, scale: Tensor) -> FrozenMixer:
         mixer,
         out_weight=scale[:, None] * mixer.out_weight,
         out_proj=lambda y: scale * project(y),
+        dense_skip=None if mixer.dense_skip is None else scale * mixer.dense_skip,
     )
 
 

@@ -43,11 +43,12 @@ sequences in one row); ``reuse`` keeps what a slow scan returned. A loop that no
 read off a ``trace`` of the calls it made: ``steps`` runs its steps again with changes, and
 ``recurrences`` tells what they add up. In ``scans/forms``, ``arguments``
 and ``heads`` are for those who write forms; ``ssm``, ``linear_attention``, ``softmax``, ``fla`` and
-``fourier`` are the forms; ``products``, ``loops`` and ``states`` make calls of what is not a
-function. ``measure`` knows one module: ``cut_run`` runs it, ``projection``, ``directions``,
+``fourier`` are the forms; ``products``, ``loops``, ``sums`` and ``states`` make calls of what is
+not a function. ``measure`` knows one module: ``cut_run`` runs it, ``projection``, ``directions``,
 ``moved``, ``convolution``, ``token_shift`` and ``added_terms`` are what is measured, and ``mixer``
-puts it together. ``search`` knows a model, and says which of its modules are mixers;
-``other_calls`` notes what else is seen on the way.
+puts it together, with scans of channels of their own ``side_by_side``. ``search`` knows a model,
+and says which of its modules are mixers; ``visited`` are their calls, and ``other_calls`` notes
+what else is seen on the way.
 ``frozen_scans`` holds the coefficients of scans constant while a model runs.
 
 A form of your own takes ten lines: ``docs/development/add_a_scan_form.md``.

@@ -7,7 +7,7 @@ fused, it is a module that computes what one of the library's own adapters says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,13 +25,23 @@ from captum_ssm.discovery.scans import (
     Scan,
     ScanCalls,
     TokenLoop,
-    first_tensor,
+    TokenSum,
     forms_of,
     intercepted,
     is_hidden,
     is_loop,
     is_product,
+    is_sum,
     token_product,
+    token_sum,
+)
+from captum_ssm.discovery.visited import (
+    ModuleVisit,
+    given_first,
+    has_parts,
+    may_have,
+    no_tokens,
+    takes_tokens,
 )
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import TOKENS_FIRST, MixerCall
@@ -97,20 +107,8 @@ def shared() -> Iterator[None]:
         yield
 
 
-@dataclass
-class _Visit:
-    # A call of a module on the stack of calls.
-    path: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any = None
-    convolutions: int = 0  # depthwise, inside of it
-
-    def call(self, channels: int = -1) -> MixerCall:
-        return MixerCall.of(
-            self.path, self.module, self.args, self.kwargs, self.result, channels=channels
-        )
+# The calls around a scan, outermost first, its function, and the length of what may be none.
+_Called = tuple[list[ModuleVisit], Callable[..., Any], int | None]
 
 
 @dataclass
@@ -118,8 +116,8 @@ class _Found:
     # The module calls around each scan, outermost first, and its function. Loops that no form
     # explains, and products with a matrix, may not be scans: these have their length, too.
     model: nn.Module
-    scans: list[tuple[list[_Visit], Callable[..., Any], int | None]] = field(default_factory=list)
-    stack: list[_Visit] = field(default_factory=list)
+    scans: list[_Called] = field(default_factory=list)
+    stack: list[ModuleVisit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
     # The first call of each class of modules; calls of functions that are no scan.
     firsts: dict[type[nn.Module], MixerCall] = field(default_factory=dict)
@@ -133,8 +131,8 @@ class _Found:
             result = calls(call)
         if calls.taken > before or inner is None:
             return result
-        if isinstance(call.function, TokenLoop):
-            length = result.shape[call.function.axis]
+        if isinstance(call.function, TokenLoop | TokenSum):
+            length = call.function.length
             self.scans.append((list(self.stack), call.source, length))
         if any(True for _ in forms_of([*call.arguments])):
             self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
@@ -157,7 +155,7 @@ class _Found:
     def noting_modules(self) -> Iterator[None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.known += find_adapter(module) is not None
-            self.stack.append(_Visit(paths[module], module, args, kwargs))
+            self.stack.append(ModuleVisit(paths[module], module, args, kwargs))
 
         def leave(module: nn.Module, *_: Any) -> None:
             # A module that raised leaves its children on the stack.
@@ -169,7 +167,7 @@ class _Found:
             visit = self.stack[-1]
             visit.result = output
             is_first = not self.known and type(module) not in self.firsts
-            if is_first and _has_parts(module) and _takes_tokens(visit.call()):
+            if is_first and has_parts(module) and takes_tokens(visit.call()):
                 # Clones, as the model may go on to change them in place.
                 self.firsts[type(module)] = map_tensors(torch.clone, visit.call())
 
@@ -211,7 +209,7 @@ def discover(
     for module, name in calls.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
-    trials = _Trials(frozenset(function for _, function, _ in calls.scans))
+    trials = _Trials(calls.scans)
     around = _around_scans(calls.scans, trials)
     inside = _parts_of(around)
     measured: dict[nn.Module, Freeze] = {}
@@ -242,7 +240,7 @@ def _parts_of(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _around_scans(
-    scans: list[tuple[list[_Visit], Callable[..., Any], int | None]], trials: _Trials
+    scans: list[_Called], trials: _Trials
 ) -> dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]]:
     # The mixers around scans: how each is measured, and the functions of its scans.
     mixers: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
@@ -259,7 +257,7 @@ def _around_scans(
                 mixers[mixer] = trial, known | trial.weak
             else:
                 miss = "which is in no module of as many tokens that can be measured"
-                miss = miss if weak else f"a scan, {_no_tokens(stack[-1])}"
+                miss = miss if weak else f"a scan, {no_tokens(stack[-1])}"
                 miss = "" if is_loop(function) else f"calls {function.__qualname__}, {miss}"
                 known_of(inner).miss = trial.why or known_of(inner).miss or miss
         if (mixer := mixer_of[inner]) is not None and not weak:
@@ -268,19 +266,21 @@ def _around_scans(
 
 
 def _weakness(scan: tuple[Any, Callable[..., Any], int | None]) -> tuple[bool, bool]:
-    return scan[2] is not None, is_product(scan[1])
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return len([*module.parameters(recurse=False), *module.children()]) > 1
+    return scan[2] is not None, not is_loop(scan[1])
 
 
 class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
-    def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
-        products = any(map(is_product, functions))
-        functions = frozenset(f for f in functions if not is_product(f))
-        self.functions = functions | {token_product} if products else functions
+    def __init__(self, scans: Sequence[_Called]) -> None:
+        self.stacks = [stack for stack, _, _ in scans]
+        functions = frozenset(function for _, function, _ in scans)
+        also = set[Callable[..., Any]]()
+        if any(map(is_product, functions)):
+            also.add(token_product)
+        if any(map(is_sum, functions)):
+            also.add(token_sum)
+        functions = frozenset(f for f in functions if not (is_product(f) or is_sum(f)))
+        self.functions = functions | also
         self.used = set(functions)
         self.known: dict[tuple[str, bool], _Trial] = {}
 
@@ -290,7 +290,7 @@ class _Trials:
         return frozenset(self.used - self.functions)
 
     def around(
-        self, stack: list[_Visit], length: int | None = None
+        self, stack: list[ModuleVisit], length: int | None = None
     ) -> tuple[nn.Module | None, _Trial]:
         """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
 
@@ -299,13 +299,14 @@ class _Trials:
             length (int, optional): of what may not be a scan: without a module of as many tokens
                 that can be measured, there is no mixer. Default: None
         """
-        best: tuple[_Visit, _Trial] | None = None
-        partly: tuple[_Visit, _Trial] | None = None
+        best: tuple[ModuleVisit, _Trial] | None = None
+        partly: tuple[ModuleVisit, _Trial] | None = None
         why = ""
-        for visit in reversed(stack):
-            if length is not None and not _may_have(visit, length):
+        for n, visit in reversed([*enumerate(stack)]):
+            if length is not None and not may_have(visit, length):
                 continue
-            if best is not None and visit.convolutions <= best[0].convolutions:
+            holds_more = best is None or visit.convolutions > best[0].convolutions
+            if not holds_more and not self._holds_others(stack[: n + 2]):
                 continue
             trial = self._measured(visit, partly=best is None and partly is None)
             why = why or trial.why
@@ -319,10 +320,19 @@ class _Trials:
             return chosen[0].module, chosen[1]
         if length is not None:
             return None, _Trial(why=why)
-        takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
+        takes = (visit.module for visit in reversed(stack) if takes_tokens(visit.call()))
         return next(takes, None), _Trial()
 
-    def _measured(self, visit: _Visit, *, partly: bool) -> _Trial:
+    def _holds_others(self, stack: Sequence[ModuleVisit]) -> bool:
+        # Whether the last call's module is one of several of a class that the call around it gives
+        # the same tokens, and that hold scans each: the heads of one mixer.
+        n, last = len(stack) - 1, stack[-1]
+        tokens, kind = given_first(last), type(last.module)
+        others = [s[n] for s in self.stacks if len(s) > n and s[n - 1] is stack[n - 1]]
+        others = [other for other in others if type(other.module) is kind and other is not last]
+        return tokens is not None and any(given_first(other) == tokens for other in others)
+
+    def _measured(self, visit: ModuleVisit, *, partly: bool) -> _Trial:
         look = f"{type(visit.module).__qualname__}: {visit.module}", partly
         if look not in self.known:
             best = _Trial()
@@ -337,7 +347,7 @@ class _Trials:
         return self.known[look]
 
     def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
-        if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not _takes_tokens(call):
+        if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not takes_tokens(call):
             return _Trial()
         if call.channels == TOKENS_FIRST and token_argument(call).dim() != 3:
             return _Trial()
@@ -346,12 +356,13 @@ class _Trials:
             frozen = freeze_measured(call, self.functions, partly=partly, used=used)
         except UnsupportedModelError as error:
             # A scan of no mixer is none however the tokens stand; products depend on that.
-            is_none = isinstance(error, NotMeasured) and token_product not in self.functions
+            depends = self.functions.isdisjoint((token_product, token_sum))
+            is_none = isinstance(error, NotMeasured) and depends
             return _Trial(is_none=is_none, why=getattr(error, "unread", ""))
         finally:
-            self.used.update(f for f in used if not is_product(f))
+            self.used.update(f for f in used if not (is_product(f) or is_sum(f)))
         is_part = isinstance(frozen, FrozenRecurrence)
-        weak = frozenset(f for f in used if is_product(f) or is_loop(f))
+        weak = frozenset(f for f in used if is_product(f) or is_loop(f) or is_sum(f))
         return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, weak=weak)
 
 
@@ -365,29 +376,3 @@ class _Trial:
     is_none: bool = False  # whichever axis holds the channels
     weak: frozenset[Callable[..., Any]] = frozenset()
     why: str = ""
-
-
-def _no_tokens(visit: _Visit) -> str:
-    # Why a module that calls a scan, and those around it, are no mixers.
-    shapes = [tuple(x.shape) for x in tensors_in((visit.args, visit.kwargs))]
-    output = first_tensor(visit.result)
-    returned = None if output is None else tuple(output.shape)
-    return (
-        f"takes tensors of shapes {shapes} and returns {returned}; expected tokens (B, L, E) and "
-        "one token for each, of it or of a module around it"
-    )
-
-
-def _may_have(visit: _Visit, length: int) -> bool:
-    # Whether tokens of a call can be parted into sequences of a length.
-    tensors = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
-    sizes = [x[0].numel() // x.shape[axis] for x in tensors if x.numel() for axis in (-1, 1)]
-    return any(size % length == 0 for size in sizes)
-
-
-def _takes_tokens(call: MixerCall) -> bool:
-    try:
-        token_argument(call)
-    except UnsupportedModelError:
-        return False
-    return True

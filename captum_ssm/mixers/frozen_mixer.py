@@ -63,6 +63,8 @@ class FrozenMixer:
             is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
         out_gate (Tensor, optional): ``(B, L, E)``, a factor of what ``out_proj`` returns that
             differs by token, as that of a GLU. Default: None
+        dense_skip (Tensor, optional): ``(B, L, E)``, what each token adds to its own output past
+            ``out_proj``, as the D of S5 and LRU. No map holds it. Default: None
         adds_input (bool, optional): whether the skip is a residual: the mixer's own input, added to
             what it returns. Default: False
         neighbor_share (float, optional): the share of neighboring tokens in v, by a token shift
@@ -104,6 +106,7 @@ class FrozenMixer:
     readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
     out_gate: Tensor | None = None
+    dense_skip: Tensor | None = None
     adds_input: bool = False
     neighbor_share: float = 0.0
     rounding: float = 1.0
@@ -299,6 +302,7 @@ class FrozenMixer:
     def projected(self, y: Tensor) -> Tensor:
         """The output projection of ``y (B, L, D)``, and its gate: ``(B, L, E)``."""
         y = self.out_proj(y)
+        y = y if self.dense_skip is None else y + self.dense_skip
         return y if self.out_gate is None else y * self.out_gate
 
     def recurrence_share(self, gated: Tensor) -> Tensor:
@@ -326,12 +330,8 @@ class FrozenMixer:
         Its output is then linear in ``inputs``. A gate with a ``gate_argument`` becomes that
         argument times a constant; no other coefficient has a gradient.
         """
-        frozen = detached(
-            {
-                name: getattr(self, name)
-                for name in ("skip", "activation", "gate", "norm", "offset", "out_gate")
-            }
-        )
+        names = ("skip", "activation", "gate", "norm", "offset", "out_gate")
+        frozen = detached({name: getattr(self, name) for name in names})
         if self.gate is not None and self.gate_argument is not None:
             frozen["gate"] = _TimesConstant.apply(self.gate_argument, frozen["gate"])
         if self.own is not None:

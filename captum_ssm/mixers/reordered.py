@@ -38,6 +38,7 @@ class ReorderedMixer(FrozenMixer):
             out_weight=inner.out_weight,
             paper_components=inner.paper_components,
             out_gate=None if inner.out_gate is None else _to_model(inner.out_gate, order),
+            dense_skip=None if inner.dense_skip is None else _to_model(inner.dense_skip, order),
             adds_input=inner.adds_input,
             neighbor_share=inner.neighbor_share,
             rounding=inner.rounding,

@@ -13,6 +13,7 @@ from captum_ssm.operators.composed import (
 from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
+from captum_ssm.operators.joined import JoinedOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.packed import PackedOperator
@@ -32,6 +33,7 @@ __all__ = [
     "ConvolvedOperator",
     "DiagonalOperator",
     "HeadOperator",
+    "JoinedOperator",
     "LinearAttentionOperator",
     "MovedOperator",
     "PackedOperator",

@@ -12,7 +12,14 @@ from frozen import recorded
 from torch import nn
 from torch.nn import functional as F
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    UnsupportedModelError,
+    hidden_attention,
+    supported,
+)
 from captum_ssm.discovery.measure.cut_run import run_cut
 
 WIDTH = 6
@@ -357,6 +364,55 @@ def test_complex_states():
     y = y if y.shape[2] == 2 else y.transpose(2, 3)
     torch.testing.assert_close(torch.complex(*y.unbind(2)), states, rtol=1e-4, atol=1e-5)
     assert hidden_attention(Model(module).eval(), x)["layers.0"].shape == (2, 24, 7, 7)
+
+
+class Linear(nn.Module):
+    """LRU as it is published: example by example, each token's output is written to its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate, self.angle = (nn.Parameter(torch.rand(4) + n) for n in (0, 1))
+        self.B, self.C = (
+            nn.Parameter(torch.randn(*shape, dtype=torch.cfloat)) for shape in ((4, 6), (6, 4))
+        )
+        self.D = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        y, decay = torch.empty_like(x), torch.polar(torch.exp(-self.rate), self.angle)
+        for i, example in enumerate(x):
+            out, state = torch.empty_like(example), torch.zeros_like(decay)
+            for j, token in enumerate(example):
+                state = decay * state + self.B @ token.to(state.dtype)
+                out[j] = (self.C @ state).real + self.D * token
+            y[i] = out
+        return y
+
+
+class Batched(Linear):
+    def forward(self, x):
+        y, decay = torch.empty_like(x), torch.polar(torch.exp(-self.rate), self.angle)
+        state = torch.zeros(len(x), 4, dtype=decay.dtype)
+        for j in range(x.shape[1]):
+            state = decay * state + x[:, j].to(state.dtype) @ self.B.T
+            y[:, j] = (state @ self.C.T).real + self.D * x[:, j]
+        return y
+
+
+@pytest.mark.parametrize("kind", [Linear, Batched])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_loop_that_projects_its_states_and_adds_its_tokens(kind, batch):
+    model, x = Model(kind()).eval(), torch.randn(batch, 5, WIDTH)
+    model.head.bias.data.zero_()
+    assert set(supported(model, x, target=1).methods.values()) == {None}
+    found = LaTIM(model).contributions(x, "layers.0", range(5))
+    module, alone = model.layers[0], torch.eye(5)[:, None, :, None] * x  # it is linear
+    with torch.no_grad():
+        expected = torch.stack([module(one) for one in alone], 2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    score = model(x)[:, 1].detach()
+    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
+        relevance = method(model).attribute(x, target=1, **options)
+        torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
 
 
 class GRU(Loop):

@@ -156,9 +156,30 @@ class Mapped(nn.Module):
         return torch.vmap(self.inner)(x)
 
 
-@pytest.mark.parametrize("kind", [lambda: LRU(by_vmap), Mapped])
-def test_a_skip_by_a_matrix_is_left_out_of_the_maps_and_said(kind):
-    model, x = wild.Stack(kind(), kind()).eval(), torch.randn(2, 7, 6)
+@pytest.mark.parametrize("scan", [plain, backward, by_vmap])
+def test_a_skip_by_a_matrix_is_what_each_token_adds_to_its_own_output(scan):
+    model, x = wild.Stack(LRU(scan), LRU(scan)).eval(), torch.randn(2, 7, 6)
+    model = as_double(model)
+    model.head.bias.data.zero_()
+    x = x.double()
+    assert set(supported(model, x, target=(6, 1)).methods.values()) == {None}
+    score = model(x)[:, 6, 1].detach()
+    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
+        found, delta = method(model).attribute(
+            x, target=(6, 1), return_convergence_delta=True, **options
+        )
+        torch.testing.assert_close(found.sum((1, 2)), score)
+        assert delta.abs().max() < 1e-8
+    module = model.layers[0]
+    added = LaTIM(model).contributions(x, "layers.0", range(7))
+    inputs = model.norms[0](x)
+    maps = torch.autograd.functional.jacobian(lambda y: module(y[None])[0], inputs[0])
+    expected = torch.einsum("iejc,jc->ije", maps, inputs[0])
+    torch.testing.assert_close(added[0], expected.detach())
+
+
+def test_of_several_scans_a_skip_by_a_matrix_is_left_out_of_the_maps_and_said():
+    model, x = wild.Stack(Mapped(), Mapped()).eval(), torch.randn(2, 7, 6)
     assert MambaRollout(model).attribute(x).shape == x.shape
     found = MambaLRP(model).attribute(x, target=(6, 1)).sum(-1)
     torch.testing.assert_close(found, gradient_times_input(model, x), atol=1e-5, rtol=1e-4)

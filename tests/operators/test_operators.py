@@ -13,6 +13,7 @@ from captum_ssm.kernels import naive_diagonal_matrix, naive_linear_attention_mat
 from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
+    JoinedOperator,
     LinearAttentionOperator,
     MovedOperator,
     PackedOperator,
@@ -113,6 +114,11 @@ KINDS = {
     "sum": lambda L: SumOperator((make_diagonal(L), KINDS["band"](L))),
     "sum of heads": lambda L: SumOperator((make_linear(L), make_softmax(L))),
     "sum of heads and channels": lambda L: SumOperator((make_softmax(L), make_diagonal(L))),
+    "heads side by side": lambda L: JoinedOperator(
+        tuple(
+            part_of(make_linear(L), torch.arange(B), n * WIDTH, (n + 1) * WIDTH) for n in (0, 1, 2)
+        )
+    ),
     "head decay": make_linear,
     "key decay": lambda L: make_linear(L, "key"),
     "bonus": lambda L: make_linear(L, bonus=True),
@@ -229,10 +235,23 @@ def test_a_sum_of_heads_and_channels_has_a_map_per_channel():
             torch.testing.assert_close(SumOperator(parts).matrix(reduction), reduced)
 
 
+def test_heads_and_channels_side_by_side_have_a_map_per_channel():
+    heads, channels = make_softmax(9), make_diagonal(9)
+    expected = torch.cat([heads.matrix().repeat_interleave(WIDTH, 1), channels.matrix()], 1)
+    both, v = JoinedOperator((heads, channels)), normal(B, 9, 2 * D)
+    torch.testing.assert_close(both.matrix(), expected)
+    torch.testing.assert_close(both.matrix("mean"), expected.mean(1))
+    torch.testing.assert_close(both.matvec(v), torch.einsum("bdij,bjd->bid", expected, v))
+    torch.testing.assert_close(
+        both.rmatvec(v, "mean"), torch.einsum("bdij,bid->bj", expected, v) / (2 * D)
+    )
+
+
 def naive_maps(op: TokenOperator) -> Tensor:
     """Every map, ``(B, M, L, L)``."""
-    if isinstance(op, SumOperator):
-        return sum(naive_maps(part) for part in op.parts)
+    if isinstance(op, SumOperator | JoinedOperator):
+        parts = [naive_maps(part) for part in op.parts]
+        return torch.cat(parts, 1) if isinstance(op, JoinedOperator) else sum(parts)
     if isinstance(op, SkipOperator):
         return dense(torch.diag_embed(op.diagonal.mT), conv=op.taps, columns=op.right)
     if isinstance(op, PermutedOperator):

@@ -245,6 +245,9 @@ def layer_edges(
         weight, values = mixer.own
         of_own = (coefficients.gated * weight.detach() * values.detach()).sum(-1)
         skip, drawn, bias = skip + of_own, drawn + of_own, bias - of_own
+    if mixer.dense_skip is not None:
+        past = (coefficients.output.reshape(mixer.dense_skip.shape) * mixer.dense_skip).sum(-1)
+        skip, drawn, bias = skip + past, drawn + past, bias - past
     mixed = [x.sum(-1) for x in times(activations.with_skips(), g)]
     if activations.is_measured:  # whether its gate is an activation was not
         gate = gated - offset - _of_scans(mixer, mixed)

@@ -56,6 +56,8 @@ class Contributions:
             for mixer in mixers
             for scan, order, weight in mixer.scans_in_order()
         ]
+        skips = [mixer.dense_skip for mixer in mixers if mixer.dense_skip is not None]
+        self.parts += [ScanPart.of_skip(skip) for skip in skips]
         self.batch, self.length, _, _ = mixers[0].recurrence.sizes
         self.weight = torch.cat([part.weight for part in self.parts], 1)  # (E, D)
         self._workspace = self.weight.new_empty(0)

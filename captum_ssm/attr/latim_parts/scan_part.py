@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from captum_ssm import kernels
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.operators import TokenOperator
+from captum_ssm.operators import SkipOperator, TokenOperator
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.lazy import cached_property
 
@@ -71,6 +71,14 @@ class ScanPart:
             lagged = [weight * values for values in lagged]
         position = None if order is None else torch.argsort(order)
         return cls(mixer, projection, lagged, mixer.left, order, position)
+
+    @classmethod
+    def of_skip(cls, skip: Tensor) -> ScanPart:
+        """What each token adds to its own output, ``(B, L, E)``, past the output projection."""
+        eye = torch.eye(skip.shape[-1], dtype=skip.dtype, device=skip.device)
+        itself = SkipOperator(torch.ones_like(skip))
+        mixer = FrozenMixer(recurrence=itself, inputs=skip, out_proj=nn.Identity(), out_weight=eye)
+        return cls(mixer, eye, [skip], None, None, None)
 
     @property
     def is_sum_of_maps(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -29,20 +30,21 @@ def with_added_terms(
     rerun: Rerun,
     projection: Projection,
     mixer: FrozenMixer,
-    directions: Sequence[Direction],
+    sets: Sequence[Sequence[Direction]],
     convolutions: Sequence[Convolution | None],
     after: Tensor,
 ) -> FrozenMixer:
     """``mixer``, the scans alone, with all that the output projection is given.
 
-    ``after (B, L, D)`` is the factor of what follows the norm: the gate.
+    ``sets`` are the directions of each scan, next to one another; ``after (B, L, D)`` is the factor
+    of what follows the norm: the gate.
 
     Raises:
         NotMeasured: something is added that depends on the tokens.
     """
     if is_small(_rest(projection, mixer), projection.gated):
         return mixer
-    for completed in _completions(rerun, projection, mixer, directions, convolutions):
+    for completed in _completions(rerun, projection, mixer, sets, convolutions):
         with_bias = _with_bias(rerun, projection, completed, after)
         if with_bias is not None:
             return with_bias
@@ -86,15 +88,17 @@ def _completions(
     rerun: Rerun,
     projection: Projection,
     mixer: FrozenMixer,
-    directions: Sequence[Direction],
+    sets: Sequence[Sequence[Direction]],
     convolutions: Sequence[Convolution | None],
 ) -> Iterator[FrozenMixer]:
     # The mixer with what may be added to its scans, except a bias: skips read off the convolutions
     # before them or off their values, added before the norm or after it; then branches too.
+    directions = list(chain(*sets))
     without = [None] * len(directions)
     read_off = [convolutions] if list(convolutions) == without else [convolutions, without]
     for sources in read_off:
-        skips = _skips(rerun, projection.inputs, directions, sources)
+        each = iter(_skips(rerun, projection.inputs, directions, sources))
+        skips = [_next_to_each_other([*islice(each, len(some))], some) for some in sets]
         skipped = _with_skips(mixer, skips)
         past_norm = _past_norm(skipped, skips)
         branches: list[tuple[FrozenMixer, Tensor]] = []
@@ -134,6 +138,16 @@ def _skips(
         return _skip_of_values(later, direction, values)
 
     return list(map(skip_of, directions, convolutions))
+
+
+def _next_to_each_other(
+    skips: Sequence[Tensor | None], directions: Sequence[Direction]
+) -> Tensor | None:
+    if all(skip is None for skip in skips):
+        return None
+    values = [direction.values for direction in directions]
+    pairs = zip(skips, values, strict=True)
+    return torch.cat([torch.zeros_like(v) if skip is None else skip for skip, v in pairs], -1)
 
 
 def _read_values(later: Point, direction: Direction) -> Point | None:

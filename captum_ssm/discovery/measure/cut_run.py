@@ -29,6 +29,7 @@ from captum_ssm.discovery.scans import (
     first_tensor,
     intercepted,
     is_product,
+    is_sum,
 )
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
@@ -204,7 +205,7 @@ def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
     # that are not of tokens: whose rows are not read by a token each, later ones first.
     later, mistaken, unread = Point.of(run.output), set[CutScan](), set[CutScan]()
     starts = [Point.of(run.tokens), *(Point.of(cut.leaf) for cut in run.scans)]
-    for cut in [cut for cut in reversed(run.scans) if is_product(cut.function)]:
+    for cut in [cut for cut in reversed(run.scans) if _may_be_mistaken(cut)]:
         earlier = Point.of(cut.leaf)
         values = {other: other.values for other in run.scans if other.values is not None}
         reading = [other for other, at in values.items() if any(dependencies([at], [earlier]))]
@@ -222,6 +223,10 @@ def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
     if not mistaken:
         run.scans = [cut for cut in run.scans if cut not in unread] or run.scans
     return frozenset(cut.function for cut in mistaken)
+
+
+def _may_be_mistaken(cut: CutScan) -> bool:
+    return is_product(cut.function) or is_sum(cut.function)
 
 
 def _is_empty(cut: CutScan) -> bool:

@@ -88,6 +88,9 @@ def _together(
 
     inputs, activation = placed("inputs"), placed("activation")
     factors: dict[str, Any] = {name: placed(name) for name in ("skip", "gate", "norm", "offset")}
+    dense = [mixer.dense_skip for mixer in mixers if mixer.dense_skip is not None]
+    if len(dense) == len(mixers):
+        factors["dense_skip"] = operator.placed(dense)
     assert inputs is not None
     if activation is None and first.conv is not None:
         activation = operator.placed(ones)  # nothing enters from padding, after a convolution

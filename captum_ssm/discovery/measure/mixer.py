@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from captum_ssm.discovery.measure.cut_run import CutScan, run_cut
 from captum_ssm.discovery.measure.directions import Direction, find_directions
 from captum_ssm.discovery.measure.examples import freeze_examples
 from captum_ssm.discovery.measure.moved import entered
-from captum_ssm.discovery.measure.projection import Projection, find_projection, narrowed
+from captum_ssm.discovery.measure.projection import (
+    Projection,
+    find_matrix,
+    find_projection,
+    narrowed,
+)
 from captum_ssm.discovery.measure.recurrence import find_recurrence, is_silent
 from captum_ssm.discovery.measure.rerun import NotMeasured, Rerun
+from captum_ssm.discovery.measure.side_by_side import side_by_side, whole_sets
 from captum_ssm.discovery.measure.token_shift import share_of_neighbors
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
@@ -71,7 +78,7 @@ def freeze_measured(
                 raise rerun.refused("none of the functions that it calls proved to be a scan")
             if _is_chain(rerun.run.scans):
                 raise rerun.refused("one of its scans is given what another one returned")
-            return _mixer(rerun, find_projection(rerun))
+            return _measured(rerun)
         except NotMeasured as error:
             alone = _of_examples(rerun, functions)
             if alone is not None:
@@ -109,6 +116,16 @@ def _is_chain(scans: Sequence[CutScan]) -> bool:
     return any(dependencies([cut.values for cut in scans], results))
 
 
+def _measured(rerun: Rerun) -> FrozenMixer:
+    try:
+        return _mixer(rerun, find_projection(rerun))
+    except NotMeasured:
+        projection = find_matrix(rerun)
+        if projection is None:
+            raise
+        return replace(_mixer(rerun, projection), dense_skip=projection.skip)
+
+
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     scans = rerun.run.scans
     directions = [d for cut in scans for d in find_directions(rerun, projection, cut)]
@@ -131,30 +148,30 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
 def _of_directions(
     rerun: Rerun, projection: Projection, directions: Sequence[Direction]
 ) -> FrozenMixer:
-    channels = directions[0].channels
-    if any(not torch.equal(d.channels, channels) for d in directions):
-        raise rerun.refused("its scans go to different channels of the output projection")
+    sets = whole_sets(rerun, directions)
+    directions, channels = list(chain(*sets)), torch.cat([d.channels for d in sets[0]])
     convolutions = [find_convolution(rerun, direction) for direction in directions]
     neighbor_share = share_of_neighbors(rerun, directions, convolutions)
     # Directions of one scan share a norm; each of several scans may have its own.
     norm_of = {
-        (d.cut, d.lands is None or n): _norm(rerun, projection, d)
+        (d.cut, d.lands is None or n): _norm(rerun, projection, d, len(channels))
         for n, d in reversed([*enumerate(directions)])
     }
     norms = [norm_of[d.cut, d.lands is None or n] for n, d in enumerate(directions)]
     projection = narrowed(rerun, projection, channels)
-    mixer = _assembled(projection, directions, convolutions, norms)
-    mixer = with_padding(mixer, directions)
-    after = norms[0][1]
-    mixer = with_added_terms(rerun, projection, mixer, directions, convolutions, after)
+    mixer = _assembled(rerun, projection, sets, convolutions, norms)
+    if len(sets) == len(directions):
+        mixer = with_padding(mixer, directions)
+    after = torch.cat([after for _, after in norms[: len(sets[0])]], -1)
+    mixer = with_added_terms(rerun, projection, mixer, sets, convolutions, after)
     return replace(mixer, neighbor_share=neighbor_share)
 
 
 def _norm(
-    rerun: Rerun, projection: Projection, direction: Direction
+    rerun: Rerun, projection: Projection, direction: Direction, width: int
 ) -> tuple[Tensor | None, Tensor]:
     # The factor of a norm after the scans, and that of what follows it, in the module's order;
-    # without such a norm, None and the whole factor.
+    # without such a norm, None and the whole factor. The scans next to one another are so wide.
     channels = direction.channels
     steps = len(channels) // len(channels.unique())
     channels = channels[: len(channels) // steps]  # the same for each step of a token
@@ -164,7 +181,7 @@ def _norm(
     earlier = Point.of(direction.cut.leaf)
     axes = sorted({rerun.call.channels, -1}, reverse=True)  # those of channels, the call's first
     for norm in (norm.along(axis) for norm in reversed(rerun.run.norms) for axis in axes):
-        if norm.output.tokens * norm.output.width != rerun.T * len(channels):
+        if norm.output.tokens * norm.output.width != rerun.T * width:
             continue
         with ruled([norm.inputs.edge.node], [earlier.edge.node]) as carries:
             if not carries[norm.inputs.edge.node]:
@@ -182,20 +199,22 @@ def _norm(
 
 
 def _assembled(
+    rerun: Rerun,
     projection: Projection,
-    directions: Sequence[Direction],
+    sets: Sequence[Sequence[Direction]],
     convolutions: Sequence[Convolution | None],
     norms: Sequence[tuple[Tensor | None, Tensor]],
 ) -> FrozenMixer:
     # A convolution belongs to its scan where it looks back in the scan's order, unless all scans
     # read one that does not for each of them.
+    directions = list(chain(*sets))
     pairs = list(zip(directions, convolutions, strict=True))
     inside = [conv is not None and conv.is_inside(direction) for direction, conv in pairs]
     first = convolutions[0]
     is_one = all(first and conv and conv.does_what(first) for conv in convolutions)
     shared = first if is_one and not all(inside) else None
     # The groups of channels that a norm centers.
-    size, D = max(direction.centered for direction in directions), directions[0].values.shape[-1]
+    size, D = max(d.centered for d in directions), sum(d.values.shape[-1] for d in sets[0])
     groups = 0 if size == 0 else max(1, D // size)
     scans = []
     for (direction, conv), (norm, after), is_inside in zip(pairs, norms, inside, strict=True):
@@ -220,7 +239,9 @@ def _assembled(
         elif conv is not None:
             scan = replace(scan, image_conv=(shared or conv).over_the_tokens)
         scans.append(scan.with_values(direction.values))
-    orders = [direction.order for direction in directions]
+    each = iter(scans)
+    scans = [side_by_side(rerun, [next(each) for _ in of_set]) for of_set in sets]
+    orders = [first.order for first, *_ in sets]
     if len(scans) == 1 and bool((orders[0].diff() == 1).all()) and scans[0].image_conv is None:
         return scans[0]
     return FrozenScans.of(scans, orders)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.discovery.measure.cut_run import CutLinear
-from captum_ssm.discovery.measure.rerun import Rerun, is_close, ruled_entries
-from captum_ssm.graph.points import Point
+from captum_ssm.discovery.measure.rerun import Rerun, is_close, is_small, ruled_entries
+from captum_ssm.graph.points import Point, gradients
 from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.readers import Entries, readers
 
@@ -31,6 +31,7 @@ class Projection:
             Default: None
         channels (Tensor, optional): ``(G,)``, which of the input's these are, where they are some
             of them, or some of them several times: what is given there is added up. Default: None
+        skip (Tensor, optional): ``(B, L, E)``, what each token adds past it. Default: None
     """
 
     inputs: Point
@@ -40,6 +41,7 @@ class Projection:
     weight: Tensor
     gate: Tensor | None = None
     channels: Tensor | None = None
+    skip: Tensor | None = None
 
     def entries(self, earlier: Point, *, centered: bool = True) -> Entries | None:
         """The entries of its input that read those of an earlier point, by the module's tokens.
@@ -105,6 +107,73 @@ def find_projection(rerun: Rerun) -> Projection:
         return Projection(linear.point, lands, gated, apply, weight, gate)
     eye = torch.eye(E, dtype=flat.dtype, device=flat.device)
     return Projection(later, torch.arange(rerun.T, device=flat.device), flat, lambda x: x, eye)
+
+
+def find_matrix(rerun: Rerun) -> Projection | None:
+    """The matrix by which a module's output reads each token of its scan, whatever computes that.
+
+    The output projection may be called in each step of a loop, and past it a module may add its
+    tokens times a matrix of its own, as the D of S5 and LRU. None where that, and a bias, is not
+    all, and where that matrix is the identity: what adds its own tokens is no mixer.
+    """
+    output, leaf, *others = Point.of(rerun.run.output), *(cut.leaf for cut in rerun.run.scans)
+    of_scan = None if others else shared_matrix(output, Point.of(leaf))
+    of_tokens = None if of_scan is None else shared_matrix(output, rerun.tokens)
+    if of_scan is None or of_tokens is None:
+        return None
+    (weight, lands), (skip, order) = of_scan, of_tokens
+    same = torch.eye(*skip.shape, dtype=skip.dtype, device=skip.device)
+    is_residual = skip.shape[0] == skip.shape[1] and is_close(same * skip.diagonal().mean(), skip)
+    if bool((order.diff() != 1).any()) or (is_residual and bool(skip.any())):
+        return None
+    gated = leaf.detach().flatten(0, 1)[torch.argsort(lands)]
+    added = rerun.tokens.flat(rerun.run.tokens.detach()) @ skip.mT
+    flat = output.flat(rerun.run.output.detach())
+    rest = flat - gated @ weight.mT - added
+    bias, shape = rest.mean(0), (rerun.B, rerun.L, -1)
+    if not is_small(rest - bias, flat):
+        return None
+    return Projection(
+        Point.of(leaf),
+        lands,
+        gated.view(shape),
+        lambda y: F.linear(y, weight.to(y), bias.to(y)),
+        weight,
+        skip=added.view(shape) if bool(skip.any()) else None,
+    )
+
+
+def shared_matrix(later: Point, earlier: Point) -> tuple[Tensor, Tensor] | None:
+    """The matrix ``(E, D)`` that all tokens of a point have in those of a later one.
+
+    And the token ``(T,)`` of the later point that reads each. None where there is no such matrix,
+    or where tokens and their readers are not as many; zeros where nothing is read.
+    """
+    T, E = later.tokens, later.width
+    if earlier.tokens != T:
+        return None
+    every = torch.arange(T, device=later.device)
+    lands = readers(later, earlier)
+    if lands is None:
+        return None
+    if bool((lands < 0).all()):
+        nothing = torch.zeros(E, earlier.width, dtype=earlier.dtype, device=earlier.device)
+        return nothing, every
+    if not torch.equal(lands.sort().values, every):
+        return None
+    rows = []
+    for first in range(0, E, T):
+        # Each token is asked for a row of its own.
+        at = every[: E - first]
+        seed = torch.zeros(T, E, dtype=later.dtype, device=later.device)
+        seed[at, first + at] = 1
+        (gradient,) = gradients([later], [seed], [earlier])
+        assert gradient is not None
+        rows.append(gradient[torch.argsort(lands)[at]])
+    matrix, noise = torch.cat(rows), later.noise()
+    (gradient,) = gradients([later], [noise], [earlier])
+    assert gradient is not None
+    return (matrix, lands) if is_close((noise @ matrix)[lands], gradient) else None
 
 
 def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projection:

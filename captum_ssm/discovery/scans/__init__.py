@@ -5,6 +5,7 @@ from captum_ssm.discovery.scans.calls import candidate_functions as candidate_fu
 from captum_ssm.discovery.scans.calls import intercepted as intercepted
 from captum_ssm.discovery.scans.calls import is_loop as is_loop
 from captum_ssm.discovery.scans.calls import is_product as is_product
+from captum_ssm.discovery.scans.calls import is_sum as is_sum
 from captum_ssm.discovery.scans.calls import not_intercepted as not_intercepted
 from captum_ssm.discovery.scans.form import Candidate, register_scan
 from captum_ssm.discovery.scans.form import forms_of as forms_of
@@ -19,6 +20,8 @@ from captum_ssm.discovery.scans.forms.products import PRODUCTS as PRODUCTS
 from captum_ssm.discovery.scans.forms.products import as_linear as as_linear
 from captum_ssm.discovery.scans.forms.products import token_product as token_product
 from captum_ssm.discovery.scans.forms.states import is_hidden as is_hidden
+from captum_ssm.discovery.scans.forms.sums import TokenSum as TokenSum
+from captum_ssm.discovery.scans.forms.sums import token_sum as token_sum
 from captum_ssm.discovery.scans.proof import Scan as Scan
 from captum_ssm.discovery.scans.proof import ScanCalls as ScanCalls
 from captum_ssm.discovery.scans.proof import first_tensor as first_tensor

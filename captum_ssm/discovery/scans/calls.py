@@ -29,6 +29,7 @@ from captum_ssm.discovery.scans.forms.products import (
     token_product,
 )
 from captum_ssm.discovery.scans.forms.states import is_associative, with_states
+from captum_ssm.discovery.scans.forms.sums import Memories, TokenSum, token_sum
 from captum_ssm.discovery.scans.trace import CallTrace
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.lazy import cached_property
@@ -36,8 +37,14 @@ from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.patch_functions import own_codes, patched_functions
 from captum_ssm.utils.signatures import signature
 
-# The last two stand for the products and the loops at all places in the code.
-_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product, token_loop)
+# The last ones stand for the products, the loops and the sums at all places in the code.
+_BUILT_IN = (
+    F.scaled_dot_product_attention,
+    fourier_convolution,
+    token_product,
+    token_loop,
+    token_sum,
+)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -147,7 +154,7 @@ def not_intercepted() -> AbstractContextManager[None]:
 
 def is_built_in(function: Callable[..., Any]) -> bool:
     """Whether a function is intercepted by PyTorch's own means, as it has no body to exchange."""
-    return function in _BUILT_IN or is_product(function) or is_loop(function)
+    return function in _BUILT_IN or _anywhere(function) is not function
 
 
 def is_product(function: Callable[..., Any]) -> bool:
@@ -160,11 +167,19 @@ def is_loop(function: Callable[..., Any]) -> bool:
     return isinstance(function, TokenLoop)
 
 
+def is_sum(function: Callable[..., Any]) -> bool:
+    """Whether a function stands for a sum over tokens at one place in the code."""
+    return isinstance(function, TokenSum)
+
+
 def _anywhere(function: Callable[..., Any]) -> Callable[..., Any]:
-    # What stands for a product or a loop at all places in the code; another function itself.
-    if is_product(function):
-        return token_product
-    return token_loop if is_loop(function) else function
+    # What stands for products, loops or sums at all places in the code; another function itself.
+    everywhere: dict[type, Callable[..., Any]] = {
+        TokenProduct: token_product,
+        TokenLoop: token_loop,
+        TokenSum: token_sum,
+    }
+    return everywhere.get(type(function), function)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -274,46 +289,45 @@ class _BuiltIn(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.known, self.without = known, without
-        self.transforms = Transforms()
-        traced = traced and any(f is token_loop or is_loop(f) for f in known)
+        self.transforms, self.has_handled = Transforms(), False
+        traced = traced and any(_anywhere(f) in (token_loop, token_sum) for f in known)
         self.trace = CallTrace() if traced else None
-        self.gathers = Gathers(self.trace)
+        self.gathers, self.memories = Gathers(self.trace), Memories(self.trace)
+        self.sums = any(_anywhere(f) is token_sum for f in known)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _HANDLER.get() is None:
             return func(*args, **kwargs)
+        self.has_handled = False
         if self.trace is None:
-            return self._handled(func, args, kwargs)
-        return self.trace.run(self._handled, func, args, kwargs)
+            result = self._handled(func, args, kwargs)
+        else:
+            result = self.trace.run(self._handled, func, args, kwargs)
+        if self.has_handled or not self.sums:
+            return result
+        return self.memories.run(func, args, kwargs, result, self._is_known, self._handle)
+
+    def _handle(self, *call: Any, **named: Any) -> Any:
+        # What the handler makes of a call: a function, as the model knows it, and arguments.
+        function, source, *args = call
+        handler, self.has_handled = _HANDLER.get(), True
+        assert handler is not None
+        return handler(FunctionCall(function, tuple(args), named, source))
 
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
-        handler = _HANDLER.get()
-        assert handler is not None
         if func is F.scaled_dot_product_attention and func in self.known:
-            return handler(FunctionCall(func, args, kwargs, func))
+            return self._handle(func, func, *args, **kwargs)
         if func in TRANSFORMS and fourier_convolution in self.known:
-            convolve = partial(_handled_as, handler, fourier_convolution, fourier_convolution)
+            convolve = partial(self._handle, fourier_convolution, fourier_convolution)
             return self.transforms.run(func, args, kwargs, convolve)
         if func in PRODUCTS:
-            multiply = partial(_handled_as, handler, token_product)
+            multiply = partial(self._handle, token_product)
             return run_product(func, args, kwargs, self._is_known, multiply)
         if func in GATHERS:
-            handle = partial(_handled_as, handler)
-            return self.gathers.run(func, args, kwargs, self._is_known, handle)
+            return self.gathers.run(func, args, kwargs, self._is_known, self._handle)
         return func(*args, **kwargs)
 
-    def _is_known(self, place: TokenProduct | TokenLoop) -> bool:
+    def _is_known(self, place: TokenProduct | TokenLoop | TokenSum) -> bool:
         is_any = _anywhere(place) in self.known and place not in self.without
         return is_any or place in self.known
-
-
-def _handled_as(
-    handler: Handler,
-    function: Callable[..., Any],
-    source: Callable[..., Any],
-    /,
-    *args: Any,
-    **named: Any,
-) -> Any:
-    return handler(FunctionCall(function, args, named, source))

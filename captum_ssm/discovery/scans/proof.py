@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ from captum_ssm.discovery.scans.calls import (
     handled_by,
     is_loop,
     is_product,
+    is_sum,
     not_intercepted,
 )
 from captum_ssm.discovery.scans.form import Candidate, ScanForm, forms_of
@@ -144,7 +146,8 @@ class ScanCalls:
     unread: str = field(default="", init=False)  # why the last loop that is not a scan is not one
 
     def __call__(self, call: FunctionCall) -> Any:
-        if self.forms_only and is_product(call.source):  # one of many in a scan, perhaps
+        # A product or a sum is one of many in a scan, perhaps.
+        if self.forms_only and (is_product(call.source) or is_sum(call.source)):
             return call.run()
         result = None if self.known is None else self.known.find(call)
         if result is None:
@@ -161,7 +164,12 @@ class ScanCalls:
         if is_product(call.source):
             return _of_product(call)
         if is_loop(call.source):  # which cannot be run again alone
-            return prove(call, result) or self._read(call, result)
+            loop: Any = call.function
+            read = partial(read_loop, loop.parts, result, loop.axis)
+            return prove(call, result) or self._read(call, result, read)
+        if is_sum(call.source):
+            of_run: Any = call.function
+            return self._read(call, result, lambda tolerance: of_run.candidates())
         parts = sequences(call)
         if parts is not None:
             return self._find_in_each(parts, result)
@@ -170,19 +178,24 @@ class ScanCalls:
             return _proven_by_impulses(call, first_tensor(result))
         return scan
 
-    def _read(self, call: FunctionCall, result: Tensor) -> Scan | None:
-        # A loop as a scan by what its steps called.
-        loop: Any = call.function
+    def _read(
+        self,
+        call: FunctionCall,
+        result: Tensor,
+        candidates: Callable[[float], Iterator[Candidate]],
+    ) -> Scan | None:
+        # A loop, or a sum, as a scan by what was called in it.
         real = result.real if result.is_complex() else result
         tolerance = _tolerance(call, real)
         try:
             with torch._C.DisableTorchFunction():
-                for candidate in read_loop(loop.parts, result, loop.axis, tolerance):
+                for candidate in candidates(tolerance):
                     for scan, _ in _compared(call, candidate, result):
                         if scan.error <= tolerance:
                             return scan
         except NotRead as error:
-            self.unread = f"{loop.__qualname__} is not a scan: {error}" if str(error) else ""
+            name = call.function.__qualname__
+            self.unread = f"{name} is not a scan: {error}" if str(error) else ""
         return None
 
     def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:

@@ -190,10 +190,12 @@ class _Loop:
         states, (number, argument) = place.states, place.slots[0]
         with torch.no_grad():
             recorded = [made.call.outputs(made.call.values())[made.output] for made in states]
-        shape = recorded[0].shape
+        after = partial(self._after, states, recorded[0].shape)
+        # A loop over the tokens of one example gathers (L, D).
+        shape = torch.Size([1] * (self.gathered.dim() == 2) + [*recorded[0].shape])
+        recorded = [x.reshape(shape) for x in recorded]
         read = [call.values()[argument].reshape(shape) for call in self.steps.at(number)]
         values, returned = self._by_token(read), self._by_token(recorded)
-        after = partial(self._after, states, shape)
         changes = partial(self._changes, rerun, place, shape)
         for candidate in _candidates(changes, values, len(read)):
             operator = candidate.operator

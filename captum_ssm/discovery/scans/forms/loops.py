@@ -48,6 +48,11 @@ class TokenLoop:
     def __post_init__(self) -> None:
         object.__setattr__(self, "__qualname__", f"a loop in {name_of(self.code)}")
 
+    @property
+    def length(self) -> int:
+        """The tokens of the result."""
+        return 0 if self.result is None else self.result.shape[self.axis]
+
     def __call__(self, **variables: Any) -> Tensor | None:
         return self.result
 
@@ -86,7 +91,7 @@ class Gathers:
         returned = func(*args, **kwargs)
         is_written = func is Tensor.__setitem__
         gathered = args[0] if is_written else returned
-        if gathered.dim() < 3:
+        if gathered.dim() < 2:
             return returned
         put_together = self._written_to if is_written else partial(self._joined, returned)
         axis, parts, grows = put_together(*args, **kwargs)

@@ -103,6 +103,17 @@ def run_product(
     return func(*args, **kwargs)
 
 
+def length_added_up(func: Any, args: Any) -> int:
+    """How many entries one of :data:`PRODUCTS` adds up, of factors that each example has; or 0."""
+    written = None if func in _ADDED else _written(func, args)
+    if written is None or len(written.factors) != 2 or not written.out:
+        return 0
+    first, second = written.letters
+    summed = [letter for letter in first if letter in second and letter not in written.out]
+    is_by_example = written.out[0] in first and written.out[0] in second
+    return written.sizes[summed[0]] if is_by_example and len(summed) == 1 else 0
+
+
 def as_linear(
     func: Any, args: Any, kwargs: Any, layer: Callable[[Tensor, Tensor], Tensor | None]
 ) -> Tensor | None:
