@@ -370,3 +370,15 @@ class Method:
     note: str
     adds_up: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ExplanationData:
+    """What an :class:`Explanation` holds, for the modules that it is built on."""
+
+    title: str
+    model: str
+    methods: tuple[Method, ...]
+    examples: tuple[Example, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import base64
 import math
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from captum_ssm.explanation.parts import (
     START,
     Answer,
     Example,
+    ExplanationData,
     Maps,
     Output,
     Token,
@@ -26,16 +27,13 @@ from captum_ssm.explanation.parts import (
 from captum_ssm.explanation.pictures import Picture, picture_names
 from captum_ssm.explanation.units import says_nothing
 
-if TYPE_CHECKING:
-    from captum_ssm.explanation.explanation import Explanation
-
 FORMAT = "captum_ssm.page/1"
 
 # Maps and images have at most so many cells per side: more than most screens have pixels for.
 MOST_CELLS = 512
 
 
-def page_data(explanation: Explanation) -> dict[str, Any]:
+def page_data(explanation: ExplanationData) -> dict[str, Any]:
     """The explanation as JSON, without what the page does not show (see docs/how_to/page.md)."""
     names = [method.name for method in explanation.methods]
     return {
@@ -61,7 +59,7 @@ def page_data(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _is_written(explanation: Explanation, example: Example) -> bool:
+def _is_written(explanation: ExplanationData, example: Example) -> bool:
     # Whether the model wrote the answer, or it is one of a conversation.
     asked = explanation.settings
     is_generated = bool(asked.get("max_new_tokens") or asked.get("generation"))
