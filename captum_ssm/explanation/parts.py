@@ -66,7 +66,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model may put out at one place, and how likely it is there.
+    """What the model may put out at one position, and how likely it is there.
 
     Args:
         text (str): the token's text, the class's label, or a part of the text.
@@ -119,7 +119,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Output:
-    """One place at which the model puts something out.
+    """One position at which the model puts something out.
 
     Args:
         position (int, optional): the token at which it is read; the answer follows it, or is its

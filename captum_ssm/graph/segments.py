@@ -144,10 +144,10 @@ class Around:
             Side(
                 edge,
                 self._graph.read_by(edge),
-                all(is_factor for _, is_factor in places),
-                tuple(node for node, _ in places),
+                all(is_factor for _, is_factor in nodes),
+                tuple(node for node, _ in nodes),
             )
-            for edge, places in joining.items()
+            for edge, nodes in joining.items()
         ]
 
     @property

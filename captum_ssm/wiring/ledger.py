@@ -58,8 +58,8 @@ class Gathered:
         return bool((self.source >= 0).all())
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether its tokens are those of the mixer, in their places."""
+    def keeps_positions(self) -> bool:
+        """Whether its tokens are those of the mixer, at their positions."""
         return torch.equal(self.source.cpu(), torch.arange(len(self.source)))
 
     def holds_all_of(self, leaf: Point) -> bool:

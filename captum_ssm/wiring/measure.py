@@ -1,6 +1,6 @@
 """What lies between the mixers of a model, measured on the graph that the cuts of one run left.
 
-A backward pass through it shows whether each token is handled by itself and in its place. Where it
+A backward pass through it shows whether each token is handled by itself, at its position. Where it
 is not, the order of the tokens that a mixer is given is decoded. Where there is no order, as
 between steps of different numbers of tokens, it is measured how strongly each token reads each
 earlier one.
@@ -126,7 +126,7 @@ def _steps(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
             if maps.is_simple:
                 graph.orders[i] = None
             else:
-                _place_sibling(graph, i, group[0])
+                _order_sibling(graph, i, group[0])
             graph.put(i)
         tokens = graph.tokens(group[0])
         steps.append(Step(tuple(group), reads.every, tokens, is_aside=reads.is_aside))
@@ -203,7 +203,7 @@ class _Mixing:
         return is_mixed(known, exits, graph.orders, all_read=all_read, mask=self.mask)
 
     def unmixed(self) -> list[set[int]]:
-        # Mixers of equally many tokens, in groups in which each token is read in its place only.
+        # Mixers of equally many tokens, in groups in which each token is read at its position only.
         graph = self.graph
         by_tokens: dict[int, list[int]] = {}
         for i, leaf in graph.exits.items():
@@ -238,7 +238,7 @@ class _Mixing:
                     maps.leak(i, leaves)
 
 
-def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
+def _order_sibling(graph: MixerGraph, i: int, lead: int) -> None:
     # The order of a mixer side by side with another, by what both read, or are read by.
     entry, other = graph.entries[i], graph.entries[lead]
     if entry is not None and other is not None and entry.is_at(other):
@@ -252,18 +252,18 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
             f"{ADVICE}"
         )
     root = graph.entries[next(k for k, read in graph.direct.items() if i in read)]
-    place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
+    order = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
     for mine, theirs in _alike(graph, i, lead, root):
         both = (mine >= 0) & (theirs >= 0)
-        place[mine[both]] = theirs[both]
-        if bool((place >= 0).all()):
+        order[mine[both]] = theirs[both]
+        if bool((order >= 0).all()):
             break
     left = torch.ones(T, dtype=torch.bool)
-    left[place[place >= 0]] = False
+    left[order[order >= 0]] = False
     if int(left.sum()) == 1:
-        place[place < 0] = int(left.nonzero())
-    if torch.equal(place.sort().values, torch.arange(T)):
-        graph.orders.put(i, lead, place)
+        order[order < 0] = int(left.nonzero())
+    if torch.equal(order.sort().values, torch.arange(T)):
+        graph.orders.put(i, lead, order)
     elif root is not None and root.tokens == T:
         graph.orders[i] = graph.orders.get(lead)  # unless the check of mixing knows better
     else:

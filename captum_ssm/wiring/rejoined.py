@@ -89,7 +89,7 @@ class Rejoined:
         return both < -0.5 * (sizes[0] * sizes[1]).sqrt()
 
     @cached_property
-    def is_in_place(self) -> bool:
+    def keeps_positions(self) -> bool:
         """Whether each token reads the same tokens by it as by the stream."""
         root, generator = self.way.root, torch.Generator().manual_seed(0)
         for chosen in separating(root.tokens, generator):

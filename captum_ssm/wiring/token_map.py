@@ -6,10 +6,10 @@ its tokens to those of a lead decide:
 ==========================================  ====================================================
 each token reads of the lead                its map
 ==========================================  ====================================================
-one token, and all are read                 the token in its place, in an order of the mixer's
+one token, and all are read                 the token at its position, in an order of the mixer's
 one token                                   ``source``
-several of the same grid, its own the most  the token in its place; the rest is a leak
-several of the same grid, others the most   ``transport``, from where tokens are last in place
+several of the same grid, its own the most  the token at its position; the rest is a leak
+several of the same grid, others the most   ``transport``, from where tokens last keep theirs
 several of another grid                     ``transport``: shares, which are estimated
 ==========================================  ====================================================
 
@@ -76,7 +76,7 @@ class TokenMaps:
     Args:
         graph (MixerGraph): the run; its orders and links are filled in.
         skips (Skips): of the run.
-        unmixed (list of set of int): mixers between which each token is read in its place only;
+        unmixed (list of set of int): mixers between which each token is read at its position only;
             None for all of them.
 
     Attributes:
@@ -154,7 +154,7 @@ class TokenMaps:
         # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
         if is_alike and not (j < 0 and graph.inputs[INPUT - j].roots):
             graph.orders.setdefault(i, graph.orders.get(j))
-            # Tokens that act on one another, each in its place, are looked at when all are known.
+            # Tokens that act on one another, each at its own, are looked at when all are known.
             return None if self._is_exchanged(i, j) else TokenMap()
         return self._weights(i, j, None if paired is None else paired.reader)
 
@@ -226,14 +226,14 @@ class TokenMaps:
         return gradient is None or not bool(gradient[leaf.tokens // self.graph.batch :].any())
 
     def _link_past(self, i: int, j: int) -> dict[int, TokenWeights]:
-        """Link i to what it reads past j: other tokens, or those of j in other places.
+        """Link i to what it reads past j: other tokens, or those of j at other positions.
 
         Other tokens are those of skip connections, as in a U-shape. All links get the share of the
         tokens that they make up. The ways past j are returned.
         """
         graph, root = self.graph, self.graph.entries[i]
         past = self.skips.past(i, j)
-        if graph.links[i, j].is_in_place:  # what is added to a stream by no mixer stays out
+        if graph.links[i, j].keeps_positions:  # what is added to a stream by no mixer stays out
             past = {k: way for k, way in past.items() if k >= 0}
         if root is None or not past:
             return {}
@@ -293,7 +293,7 @@ class TokenMaps:
         # By which reads i reads a state once more; none for what mixes tokens, which is said.
         graph, k, way = self.graph, state.last, state.way
         is_whole = state.made_of == {k, *graph.read_by(k)}
-        if self.is_simple or state.is_in_place:
+        if self.is_simple or state.keeps_positions:
             if state.is_factor:
                 return ()
             if state.first is not None and state.first < i:
@@ -309,7 +309,7 @@ class TokenMaps:
             return ()
         source = self._source(paired, i, k)
         if source is None or not is_whole:
-            raise graph.refused(i, k, "in other places, without the residual stream there")
+            raise graph.refused(i, k, "at other positions, without the residual stream there")
         return ((graph.step_of[k], self._sourced(i, k, graph.in_order(i, source).flatten())),)
 
     def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:
@@ -338,7 +338,7 @@ class TokenMaps:
     def _exchange(self, i: int, j: int) -> tuple[TokenMap, tuple[Source, ...]]:
         """How i reads j, of the same grid, where others are mixed in, as by a convolution.
 
-        It reads the last tokens of the stream that are still in their places. A stream may go
+        It reads the last tokens of the stream that still keep their positions. A stream may go
         around the mixers and the exchange: its tokens are those that the first mixer after them is
         given. What reads these is returned too.
         """
@@ -349,7 +349,7 @@ class TokenMaps:
             i, j, "by something that is not a mixer, past which others are read"
         )
         held = gathered(root, graph.exits[j], graph.batch)
-        stream = [tensor.point for tensor in held if tensor.is_in_place][-1]
+        stream = [tensor.point for tensor in held if tensor.keeps_positions][-1]
         way = TokenWeights(root, stream, graph.batch)
         # The graph is cut at the stream too, which takes the number of what reads it.
         cut = SegmentGraph({**graph.cut.leaves, i: stream})
@@ -367,7 +367,7 @@ class TokenMaps:
         return TokenMap(transport=way, count=graph.tokens(j), share=share), again
 
     def _share_of(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:
-        # The part of each token that comes by a way; the rest is the token there in its place.
+        # The part of each token that comes by a way; the rest is the token there at its position.
         for point in points(edge, way.batch):
             past = TokenWeights(way.root, point, way.batch, (way.leaf.edge,))
             paired = pairs(past, repeated=False) if point.tokens == way.root.tokens else None

@@ -103,7 +103,7 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[Block
     if after and not any(is_read_past(later, point, *after) for point in earlier):
         return stand_ins.streams, True
     streams = _between_norms(stand_ins, earlier, later)
-    # Where later layers read the outputs of several blocks at once, norms tell fewer places apart.
+    # Where later layers read the outputs of several blocks at once, norms tell fewer points apart.
     return (streams, True) if len(streams) >= len(blocks) else (stand_ins.streams, False)
 
 

@@ -353,7 +353,7 @@ _MixerRead = tuple[FrozenCall, _Cut, _Coefficients]
 def _step(group: Sequence[_MixerRead], batch: int) -> LayerStep:
     for layer, cut, at in group:
         if at.stream is not None and cut.before.shape == cut.exit.shape:
-            before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at.stream))
+            before, at_before = (_in_model_order(layer, x, batch) for x in (cut.before, at.stream))
             stream = next(cut.stream for _, cut, _ in group if cut.stream is not None)
             return LayerStep([_as_added(*read, stream, batch) for read in group], before, at_before)
     raise UnsupportedModelError(
@@ -367,12 +367,12 @@ def _as_added(
     layer: FrozenCall, cut: _Cut, at: _Coefficients, stream: Point, batch: int
 ) -> tuple[list[FrozenCall], Tensor]:
     # A mixer with what multiplies its output before it meets the stream, and its direction there.
-    direction = _in_place(layer, at.exit, batch)
+    direction = _in_model_order(layer, at.exit, batch)
     if at.root is None or at.at_root is None:
         return [layer], direction
     rounding = max(1e-3, 4 * torch.finfo(at.exit.dtype).eps)
     # The sum is of tokens in the model's order, or in the mixer's.
-    for order, place in ((layer.order, replace(layer, order=None)), (None, layer)):
+    for order, ordered in ((layer.order, replace(layer, order=None)), (None, layer)):
         orders = [None if order is None else order.flatten(), None]
         # A product with what the stream is made into counts half for each side.
         scale, of_stream = (
@@ -384,7 +384,7 @@ def _as_added(
         # In units of the stream.
         unit = 1 if of_stream is None or not of_stream.all() else of_stream
         scale, summed = (
-            x if x.dim() == 1 else _in_place(place, x.unflatten(0, (batch, -1)), batch)
+            x if x.dim() == 1 else _in_model_order(ordered, x.unflatten(0, (batch, -1)), batch)
             for x in (y.to(direction.device) for y in (scale / unit, at.at_root * unit))
         )
         off = (direction - scale.to(summed) * summed).norm()
@@ -393,7 +393,7 @@ def _as_added(
     return [layer], direction
 
 
-def _in_place(layer: FrozenCall, x: Tensor, batch: int) -> Tensor:
+def _in_model_order(layer: FrozenCall, x: Tensor, batch: int) -> Tensor:
     # A tensor at the mixer's tokens, in the model's order: (B, T, E).
     moved = in_order(replace(layer.source, gradient=x), layer.order, batch).gradient
     assert moved is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from captum_ssm.explanation.corpus.parts import PLACES, ReportData
+from captum_ssm.explanation.corpus.parts import ORDERED, ReportData
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.page.data import page_data, rounded
@@ -129,7 +129,7 @@ def _light(explanation: ExplanationData) -> ExplanationData:
 def _shares(shares: Mapping[str, tuple[Share, ...]], is_all: bool) -> dict[str, list[Any]]:
     by_kind = {}
     for kind, entries in shares.items():
-        most = len(entries) if kind in PLACES else MOST_KEYS[is_all]
+        most = len(entries) if kind in ORDERED else MOST_KEYS[is_all]
         by_kind[kind] = [
             [
                 entry.key,

@@ -12,7 +12,7 @@ from captum_ssm.explanation.corpus.shares import Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.explanation import Explanation
 
-PLACES = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
+ORDERED = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
 
 
 @dataclass(frozen=True)

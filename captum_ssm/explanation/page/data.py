@@ -139,7 +139,7 @@ def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
         "readAt": at,
         "apart": at is not None and says_nothing(tokens[at]),
         "role": output.role,
-        "answers": [_answer(answer) | _place(output, answer, L) for answer in output.answers],
+        "answers": [_answer(answer) | _bounds(output, answer, L) for answer in output.answers],
         "of": output.among,
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
@@ -149,7 +149,7 @@ def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
     }
 
 
-def _place(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
+def _bounds(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
     # The first token of an answer that is a part of the text, and the one after its last.
     if output.role == SPAN:
         first, last = divmod(answer.id, L)
