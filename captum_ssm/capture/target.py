@@ -95,7 +95,7 @@ def query_weights(
 
 
 def balance(query: Sequence[Tensor], wiring: Wiring) -> Tensor:
-    """The share ``(B,)`` of what is read that comes through the last mixers, not past them."""
+    """The share ``(B,)`` of what is read that comes through the last mixers, not around them."""
     read = torch.stack([weights.abs().sum(1) for weights in query])
     return read[: wiring.main].sum(0) / read.sum(0)
 

@@ -100,18 +100,18 @@ class Joints:
     Args:
         stream (list of GradientEdge): before no other joint, and of no finer tokens than the
             mixers': the residual stream around them.
-        past (list of GradientEdge): the others, by which something skips what leads to the mixers.
+        skips (list of GradientEdge): the others, by which something skips what leads to the mixers.
         leaves (frozenset of int): those that are read by no joint.
     """
 
     stream: list[GradientEdge]
-    past: list[GradientEdge]
+    skips: list[GradientEdge]
     leaves: frozenset[int]
 
     @property
     def edges(self) -> list[GradientEdge]:
         """All of them."""
-        return [*self.stream, *self.past]
+        return [*self.stream, *self.skips]
 
 
 class Around:

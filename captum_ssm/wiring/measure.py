@@ -94,24 +94,24 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         mixing.check(maps)
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
-        shares = readout.shares(output, steps, read.past)
-    past, shares, factor = readout.past_pool(steps, shares)
-    said = readout.past(past, read.again, shares[len(read.direct) :])
-    # The tokens of the output do not read what goes past: only the output as a whole does.
+        shares = readout.shares(output, steps, read.skips)
+    of_pool, shares, factor = readout.skips_of_pool(steps, shares)
+    said = readout.unheld(of_pool, read.again, shares[len(read.direct) :])
+    # The tokens of the output do not read what goes around: only the output as a whole does.
     output += tuple(
-        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in past.items()
+        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in of_pool.items()
     )
     return Wiring(
         steps,
         output,
         [graph.windows(i) for i in range(graph.end)],
-        [None if share is None else factor * share for share in (*shares, *past.values())],
+        [None if share is None else factor * share for share in (*shares, *of_pool.values())],
         maps.neighbor_share,
         maps.is_far,
         inputs=graph.inputs,
         unknown=readout.unknown() if simple else None,
         main=len(read.direct),
-        past=said,
+        unheld=said,
         rows=readout.rows(),
         unread=_unread(graph),
         gates=_gates(graph),
@@ -137,10 +137,10 @@ def _output(graph: MixerGraph, maps: TokenMaps, readout: OutputReads) -> MixerRe
     end = graph.end
     if readout.is_per_token:
         return maps.reads(end)
-    leads, past = graph.leads(end), dict[int, TokenWeights]()
+    leads, skips = graph.leads(end), dict[int, TokenWeights]()
     if not maps.is_simple and len(leads) == 1:
-        past = maps.skips.past(end, leads[0])
-    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *past)), past=past)
+        skips = maps.skips.ways(end, leads[0])
+    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *skips)), skips=skips)
 
 
 def _counts_agree(graph: MixerGraph, readout: OutputReads) -> bool:
@@ -179,7 +179,7 @@ def _gates(graph: MixerGraph) -> str | None:
 
 
 def _is_selected(graph: MixerGraph, i: int) -> bool:
-    # Whether the tokens of a mixer are some of earlier ones, past which the others go.
+    # Whether the tokens of a mixer are some of earlier ones, around which the others go.
     links = [link for (k, _), link in graph.links.items() if k == i]
     return any(link.source is not None for link in links)
 

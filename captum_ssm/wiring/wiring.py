@@ -127,7 +127,7 @@ class Step:
             nothing is added. Default: (0,)
         is_given_stream (bool, optional): whether its mixers are given the residual stream itself,
             and not what a norm makes of it; None where that was not measured. Default: None
-        is_aside (bool, optional): whether what it reads past the mixer before it is given to its
+        is_aside (bool, optional): whether what it reads around the mixer before it is given to its
             own mixers alone, as the embeddings to Zamba's attention, and is no part of the residual
             stream. Default: False
     """
@@ -165,8 +165,8 @@ class Wiring:
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
             linear. Default: None
         main (int, optional): how many of the reads of the output, the first ones, come through the
-            last mixers; the others go past them. Default: 1
-        past (str, optional): what goes past them, in words. Default: None
+            last mixers; the others go around them. Default: 1
+        unheld (str, optional): what goes around them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the position that it has among the last n. Default: None
         unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
@@ -185,7 +185,7 @@ class Wiring:
     inputs: tuple[InputMap, ...] = ()
     unknown: str | None = None
     main: int = 1
-    past: str | None = None
+    unheld: str | None = None
     rows: Tensor | None = None
     unread: str | None = None
     gates: str | None = None

@@ -1,9 +1,9 @@
 r"""ALTI-Logit through mixers that work on different tokens: grids, orders, U-shapes.
 
 Also where the score is read from one residual stream by no norm or head that is known. The score's
-coefficients at what a mixer returned are then its gradient along the ways past all later mixers,
-norms and gates frozen as in MambaLRP. What the score reads of the inputs past the first stream has
-their values times its gradient. Between grids relevance is carried by the measured transport.
+coefficients at what a mixer returned are then its gradient along the ways around all later mixers,
+norms and gates frozen as in MambaLRP. What the score reads of the inputs outside the first stream
+has their values times its gradient. Between grids relevance is carried by the measured transport.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.factors import before_casts, factors
 from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_read_past, meetings
+from captum_ssm.graph.reachability import is_read_around, meetings
 from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled, without_rule
 from captum_ssm.graph.segments import SegmentGraph
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
@@ -176,14 +176,14 @@ class ScoreGraph:
         exits = {k: cut.exit for k, cut in enumerate(self.cuts)}
         return SegmentGraph(exits | {-1 - k: point for k, (point, _) in enumerate(self.starts)})
 
-    def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
-        """What each input adds to the score past the mixers and a stream before them, in its shape.
+    def relevance_outside(self, stream: Point, direction: Tensor) -> list[Tensor]:
+        """What each input adds to the score outside of mixers and a stream, in its shape.
 
         The direction holds the score's coefficients at the stream, channels last. Nothing where all
         that the score reads goes through the stream.
         """
         score = Point.of(self.score, None)
-        if not any(is_read_past(score, point, stream) for point, _ in self.starts):
+        if not any(is_read_around(score, point, stream) for point, _ in self.starts):
             return []
         edges, values = [point.edge for point, _ in self.starts], [x for _, x in self.starts]
         options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
@@ -292,7 +292,7 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     groups = {
         step: [k for k, layer in enumerate(frozen.layers) if layer.step == step] for step in read
     }
-    # Nothing is known of sums where the stream is read again past them.
+    # Nothing is known of sums where the stream is read again around them.
     reads = [*(wiring.steps[i].reads for i in read), wiring.output]
     left = {max(earlier, -1) + 1 for sources in reads for earlier, _ in sources[1:]}
     coefficients = graph.coefficients([group for i, group in groups.items() if i not in left])
@@ -305,12 +305,12 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
         for _, cut, at in mixers[min(mixers)]
         if cut.stream is not None and at.stream is not None
     )
-    past = graph.relevance_past(stream, direction)
+    outside = graph.relevance_outside(stream, direction)
     first = frozen.layers[0]
     score = graph.score.detach().to(first.device, first.call.dtype)
     scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
     layers = [scaled.get(layer.name, layer) for layer in frozen.layers]
-    return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)
+    return Decomposition(replace(frozen, live=None, layers=layers), steps, score, outside)
 
 
 def _warn_of_matrices(graph: ScoreGraph, layers: Sequence[FrozenCall], steps: list[int]) -> None:
