@@ -193,6 +193,12 @@ def address(x: Tensor) -> int:
     return memory(x) + int(x.storage_offset()) * x.itemsize
 
 
+def is_same(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, as a detached one is."""
+    same = x.shape == other.shape and x.stride() == other.stride()
+    return same and x.dtype == other.dtype and address(x) == address(other)
+
+
 def version_of(x: Tensor) -> int:
     """How often a tensor was written to; 0 for one of inference mode, where nobody counts."""
     return 0 if x.is_inference() else x._version
