@@ -16,7 +16,7 @@ from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.graph.reachability import is_closed
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import LinearCalls
-from captum_ssm.mixers.registry import frozen_by, is_own
+from captum_ssm.mixers.registry import Adapter, frozen_by, is_own
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import running
@@ -33,8 +33,6 @@ _OUTPUTS = 24
 
 # The operators whose graph is ours: linear time and memory.
 _SCANS = (DiagonalOperator, LinearAttentionOperator)
-
-Adapter = Callable[[MixerCall], FrozenMixer]
 
 
 @dataclass(frozen=True)
