@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.attr.relevance import coefficients_at, times
@@ -19,6 +20,7 @@ from captum_ssm.capture.model import input_embeddings
 from captum_ssm.discovery.frozen_scans import scans_frozen
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.errors import InputError
+from captum_ssm.graph.reachability import nodes_before
 from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.parts import activation_factor
@@ -57,7 +59,7 @@ class RelevanceStandIns(FrozenStandIns):
 
     def begin(self) -> None:
         super().begin()
-        self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self.embedded: list[tuple[nn.Module | None, Tensor, Tensor]] = []
         self.filled_tokens: list[Tensor] = []  # from the model's other arguments
 
     def picks(self, module: nn.Module) -> bool:
@@ -79,7 +81,7 @@ class RelevanceStandIns(FrozenStandIns):
         return Rebuilt.of(mixer.detach_coefficients(), call)
 
     def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
-        starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        starts = [get_gradient_edge(leaf).node for leaf in leaves]
         with ruled([output.grad_fn], starts):
             return super().pulled(output, leaves, gradient)
 
@@ -135,6 +137,8 @@ class RelevanceStandIns(FrozenStandIns):
             for module, indices, leaf in self.embedded
             if (entries := entries_of(indices, ids, rows_of(module, self.table))) is not None
         ]
+        others = [leaf for leaf, module, _ in embeddings if module is None]
+        embeddings = [way for way in embeddings if way[1] is not None]
         # The table that was given the very ids embeds tokens, whichever it is. Among equal copies,
         # which may be positions, only the model's own table is known to do so.
         surely = [leaf for leaf, module, view in embeddings if view or module is self.table]
@@ -156,7 +160,15 @@ class RelevanceStandIns(FrozenStandIns):
                 "get_input_embeddings() that returns it, or explain the embeddings instead."
             )
         every = torch.arange(ids.numel())
-        return [*leaves, *((tokens, every) for tokens in self.filled_tokens)]
+        return [*leaves, *others, *((tokens, every) for tokens in self.filled_tokens)]
+
+    def looked_up(self, ids: Tensor, rows: Tensor) -> Tensor:
+        starts = {get_gradient_edge(start).node for start in self.starts()}
+        if rows.grad_fn is not None and not starts.isdisjoint(nodes_before([rows.grad_fn], ())):
+            return rows  # of tokens, such as the logits of their own ids
+        leaf = rows.detach().clone().requires_grad_(True)
+        self.embedded.append((None, ids, leaf))
+        return leaf.clone()  # a model may write into it
 
     def filled(self, tokens: Tensor) -> Tensor:
         leaf = tokens.clone().requires_grad_(True)
@@ -170,6 +182,9 @@ class RelevanceStandIns(FrozenStandIns):
         rows = rows_of(call.module, self.table)
         if all(entries_of(indices, x, rows) is None for x in ids):
             return None
+        before = self.embedded[-1:]
+        if before and before[0][0] is None and before[0][1] is indices:
+            self.embedded.pop()  # the table's own look-up
         leaf = call.output.detach().clone().requires_grad_(True)
         self.embedded.append((call.module, indices, leaf))
         return leaf
@@ -216,7 +231,8 @@ def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Te
     if entries is None:
         return relevance
     total = relevance.new_zeros(inputs.numel())
-    total.index_add_(0, entries.flatten().to(total.device), relevance.sum(-1).flatten())
+    at = entries.flatten().to(total.device)
+    total.index_add_(0, at, relevance.reshape(len(at), -1).sum(-1))
     return total.view(inputs.shape)
 
 

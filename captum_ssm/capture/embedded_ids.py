@@ -13,16 +13,22 @@ from captum_ssm.capture.check_inputs import is_placeholder
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.thrown_away import on_thrown_away
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers.registry import known_of
 from captum_ssm.utils.clones import memory, repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import tensors_in
+from captum_ssm.utils.random_state import random_state_kept
 from captum_ssm.utils.watch_modules import watch_modules
+from captum_ssm.wiring.mixing_test import halves
 
+# The least part of an embedding that is made of other ids.
+_LEAST = 1e-3
 # A table by its path, and what it was given.
 Given = tuple[str, nn.Module, Tensor]
 
 
-def rows_of(table: nn.Module, embedding: nn.Module | None) -> int | None:
+def rows_of(table: nn.Module | None, embedding: nn.Module | None) -> int | None:
     """How many ids a table embeds, if it is the model's own; None for others."""
     return getattr(table, "num_embeddings", None) if table is embedding else None
 
@@ -59,6 +65,62 @@ def is_view(tensor: Tensor, ids: Tensor) -> bool:
     return tensor.dtype == ids.dtype and memory(tensor) == memory(ids)
 
 
+def check_tables(request: Request, tables: Sequence[Given], operations: frozenset[Any]) -> None:
+    """Raise where what a table returns for an id depends on others, as by a hook that mixes them.
+
+    Relevance begins at what tables return, so that nothing else would tell. Tables that compute
+    more than a look-up are given others at half of their ids, once for what a run calls.
+
+    Args:
+        request (Request): what was run.
+        tables (sequence): what tables were given.
+        operations (frozenset): the functions that the run called.
+
+    Raises:
+        UnsupportedModelError: naming the table.
+    """
+    known, key = known_of(request.module), ("tables", operations)
+    inputs = [x for x in request.inputs if not x.is_floating_point()]
+    asked = [
+        (name, table, ids)
+        for name, table, ids in tables
+        if not _only_looks_up(table) and any(entries_of(ids, x) is not None for x in inputs)
+    ]
+    if not asked or key in known.honest:
+        return
+    with torch.no_grad(), on_thrown_away(request) as (_, copies), random_state_kept():
+        for name, table, ids in asked:
+            if not _looks_up_each(copies.of(table), ids):
+                raise UnsupportedModelError(
+                    f"{name} ({type(table).__name__}), a table of embeddings, mixes tokens: what "
+                    "it returns for an id depends on the others. Expected a table that looks up "
+                    "each id for itself; mix them in a module after it."
+                )
+    known.honest |= {key}
+
+
+def _only_looks_up(table: nn.Module) -> bool:
+    hooks = (table._forward_hooks, table._forward_pre_hooks)
+    is_plain = type(table).forward is nn.Embedding.forward and "forward" not in vars(table)
+    return is_plain and not any(hooks)
+
+
+def _looks_up_each(table: Any, ids: Tensor) -> bool:
+    # Whether nothing changes at half of the ids where the others do.
+    sets = halves(ids.numel(), torch.Generator().manual_seed(0))
+    kept = [half.to(ids.device).view(ids.shape) for half in sets]
+    others = (ids + 1) % table.num_embeddings
+    try:
+        before, again = table(ids), table(ids)
+        after = [(same, table(torch.where(same, ids, others))) for same in kept]
+    except Exception:  # a table that takes no other ids
+        return True
+    if not torch.equal(before, again):  # by dropout
+        return True
+    least = _LEAST * before.abs().max()
+    return all(bool(((x - before)[same].abs() <= least).all()) for same, x in after)
+
+
 def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
     """Warn of tables that are given ids which are computed from those of inputs, such as n-grams.
 
@@ -76,8 +138,8 @@ def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
     others = _given_for(request, tables) if ids and unknown else {}
     for name, table, looked_up in unknown:
         calls = [before for _, other, before in tables if other is table]
-        first = next(k for k, before in enumerate(calls) if before is looked_up)
-        other = next(iter(others.get(table, [])[first:]), looked_up)
+        place = next(k for k, before in enumerate(calls) if before is looked_up)
+        other = next(iter(others.get(table, [])[place:]), looked_up)
         if looked_up.shape != other.shape or not torch.equal(looked_up, other):
             warnings.warn(
                 f"{name} is given ids that are computed from those of inputs. What it adds to a "
@@ -112,7 +174,7 @@ def _given_for(request: Request, tables: Sequence[Given]) -> dict[nn.Module, lis
 
 
 def _addresses(x: Tensor) -> Tensor:
-    # The offset of each entry in its storage.
+    # The place of each entry in its storage.
     addresses = torch.tensor(x.storage_offset())
     for size, stride in zip(x.shape, x.stride(), strict=True):
         addresses = addresses[..., None] + stride * torch.arange(size)

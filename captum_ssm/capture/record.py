@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.capture.embedded_ids import warn_of_derived
+from captum_ssm.capture.embedded_ids import check_tables, warn_of_derived
 from captum_ssm.capture.filled_tokens import may_fill
 from captum_ssm.capture.joined_examples import are_joined
 from captum_ssm.capture.model import extract_logits
@@ -143,7 +143,8 @@ def _record_once(
             _differentiable(copies.root)
         module, points = of_copies.module, {**mixers, **others}
         visits = Visits(request, module, mixers, substitute, cuts, bar, gradients, whole)
-        run = partial(of_copies.run, visits.inputs(), visits.operations.noted())
+        noted = visits.operations.noted(visits.looked_up)
+        run = partial(of_copies.run, visits.inputs(), noted)
         if may_fill(request) and (cuts is not None or substitute is not None):
             stack.enter_context(watch_modules(copies.root.modules(), before=visits.fill))
         output, visited, root_visits = traced(points, request.model, copies, run, visits)
@@ -163,6 +164,7 @@ def _record_once(
         if cuts is not None:
             recording = _with_wiring(recording, cuts, entry)
         tables = [(points[table], original(table), ids) for table, ids in visits.tables]
+    check_tables(request, tables, recording.operations)
     warn_of_derived(request, tables)
     visits.filled.warn_of_added()
     return recording if gradients else detached(recording)

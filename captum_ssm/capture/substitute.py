@@ -16,7 +16,7 @@ from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.graph.reachability import is_closed
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import LinearCalls
-from captum_ssm.mixers.registry import Adapter, frozen_by, is_own
+from captum_ssm.mixers.registry import frozen_by, is_own
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import running
@@ -33,6 +33,8 @@ _OUTPUTS = 24
 
 # The operators whose graph is ours: linear time and memory.
 _SCANS = (DiagonalOperator, LinearAttentionOperator)
+
+Adapter = Callable[[MixerCall], FrozenMixer]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class FrozenStandIns:
         """What the model goes on with in place of ``call.result``."""
         adapter = find_adapter(call.module)
         if adapter is None:
-            return _as_result(call, self.other(call))
+            return _in_place(call, self.other(call))
         if not (self.replaces(adapter) and self.takes(call)):
             self.made.append(None)
             is_hidden = self.hides_graphs and isinstance(adapter, MeasuredAdapter)
@@ -104,17 +106,17 @@ class FrozenStandIns:
             mixer = frozen_by(adapter, detached_call)
             if isinstance(mixer.recurrence, _SCANS):
                 self._of_scans.add(adapter)
-            stands_in = not (call.output.requires_grad and self.needs_graph(call.module))
-            with torch.set_grad_enabled(is_kept and stands_in):
+            in_place = not (call.output.requires_grad and self.needs_graph(call.module))
+            with torch.set_grad_enabled(is_kept and in_place):
                 rebuilt = self.rebuilt(mixer, detached_call)
         self._linears.forget()  # a frozen mixer may hold its call
         deviation = Deviation.of(detached_call, rebuilt)
         is_needed = self.keeps_mixers and is_kept
         self.made.append(FrozenDuringRun(detached(mixer) if is_needed else None, deviation))
-        if not stands_in:
+        if not in_place:
             return call.result
         if is_kept:
-            return _as_result(call, rebuilt.output)
+            return _in_place(call, rebuilt.output)
         return with_first(call.result, self._recomputed(call, adapter))
 
     @contextmanager
@@ -128,6 +130,15 @@ class FrozenStandIns:
 
     def prepare(self, module: nn.Module) -> None:
         """Change the copy of a mixer before the model runs."""
+
+    def looked_up(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """What the model goes on with at rows of a table that is no module.
+
+        Args:
+            ids (Tensor): a view of an input's.
+            rows (Tensor): of the table, in the shape of ``ids`` and further axes.
+        """
+        return rows
 
     def filled(self, tokens: Tensor) -> Tensor:
         """What the model goes on with at tokens that it filled from its other arguments.
@@ -267,7 +278,7 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def _as_result(call: MixerCall, output: Tensor | None) -> Any:
+def _in_place(call: MixerCall, output: Tensor | None) -> Any:
     if output is None:
         return call.result
     value = call.output

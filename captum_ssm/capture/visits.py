@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm.capture.embedded_ids import entries_of, rows_of
+from captum_ssm.capture.embedded_ids import entries_of, is_view, rows_of
 from captum_ssm.capture.filled_tokens import FilledTokens
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.operations import Operations
@@ -205,6 +205,19 @@ class Visits:
             visit = replace(visit, result=map_tensors(_form, value))
         # Which the model may change in place.
         return visit, with_first(value, first_of(value).clone()) if own_graph else value
+
+    def looked_up(self, arguments: Any, rows: Any) -> Any:
+        """What a model goes on with at rows of a table of ids that is no module."""
+        indices = next((x for x in tensors_in(arguments) if self._are_ids(x)), None)
+        if self.substitute is None or indices is None or not rows.is_floating_point():
+            return rows
+        if rows.shape[: indices.dim()] != indices.shape:
+            return rows
+        with self.operations.paused(), torch.enable_grad():
+            return self.substitute.looked_up(indices, rows)
+
+    def _are_ids(self, x: Tensor) -> bool:
+        return any(is_view(x, ids) for ids in self.ids.values())
 
     def fill(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module is to be given, where the tokens begin that the model filled."""

@@ -114,8 +114,8 @@ def _way(circuit: Mapping[str, Any], nodes: list[list[int]]) -> str:
 
 
 def _token(circuit: Mapping[str, Any], t: int) -> str:
-    position = circuit["at"] if t < 0 else t
-    return f"{_named(circuit['tokens'][position])} ({position})"
+    place = circuit["at"] if t < 0 else t
+    return f"{_named(circuit['tokens'][place])} ({place})"
 
 
 def _named(text: str) -> str:

@@ -26,6 +26,7 @@ from captum_ssm.discovery.scans import (
     ScanCalls,
     TokenLoop,
     TokenSum,
+    first_tensor,
     forms_of,
     intercepted,
     is_hidden,
@@ -46,7 +47,7 @@ from captum_ssm.discovery.visited import (
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.registry import Adapter, find_adapter, known_of, own_adapters
+from captum_ssm.mixers.registry import Freeze, channels_of, find_adapter, known_of, own_adapters
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
 from captum_ssm.utils.watch_modules import watch_modules
@@ -119,6 +120,7 @@ class _Found:
     scans: list[_Called] = field(default_factory=list)
     stack: list[ModuleVisit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
+    shapes: set[torch.Size] = field(default_factory=set)  # of theirs, their channels last
     # The first call of each class of modules; calls of functions that are no scan.
     firsts: dict[type[nn.Module], MixerCall] = field(default_factory=dict)
     unproven: dict[nn.Module, str] = field(default_factory=dict)
@@ -166,6 +168,8 @@ class _Found:
         def returned(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             visit = self.stack[-1]
             visit.result = output
+            if find_adapter(module) is not None and channels_of(module) == -1:
+                self.shapes.update(x.shape for x in [first_tensor(output)] if x is not None)
             is_first = not self.known and type(module) not in self.firsts
             if is_first and has_parts(module) and takes_tokens(visit.call()):
                 # Clones, as the model may go on to change them in place.
@@ -182,8 +186,8 @@ class _Found:
 def discover(
     model: nn.Module,
     run: Callable[[], Any],
-    reproduces: Callable[[Adapter, MixerCall], bool] = lambda freeze, call: False,
-) -> dict[nn.Module, Adapter]:
+    reproduces: Callable[[Freeze, MixerCall], bool] = lambda freeze, call: False,
+) -> dict[nn.Module, Freeze]:
     """The mixers among the modules of a model that no adapter is registered for.
 
     Args:
@@ -209,10 +213,10 @@ def discover(
     for module, name in calls.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
-    trials = _Trials(calls.scans)
+    trials = _Trials(calls.scans, calls.shapes)
     around = _around_scans(calls.scans, trials)
     inside = _parts_of(around)
-    measured: dict[nn.Module, Adapter] = {}
+    measured: dict[nn.Module, Freeze] = {}
     whole: set[nn.Module] = set()  # mixers that are measured as a whole, and their parts
     for module, (trial, _) in around.items():
         if module not in inside:
@@ -271,7 +275,8 @@ def _weakness(scan: tuple[Any, Callable[..., Any], int | None]) -> tuple[bool, b
 
 class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
-    def __init__(self, scans: Sequence[_Called]) -> None:
+    def __init__(self, scans: Sequence[_Called], shapes: Iterable[torch.Size]) -> None:
+        self.shapes = shapes
         self.stacks = [stack for stack, _, _ in scans]
         functions = frozenset(function for _, function, _ in scans)
         also = set[Callable[..., Any]]()
@@ -335,9 +340,10 @@ class _Trials:
     def _measured(self, visit: ModuleVisit, *, partly: bool) -> _Trial:
         look = f"{type(visit.module).__qualname__}: {visit.module}", partly
         if look not in self.known:
-            best = _Trial()
+            best, output = _Trial(), first_tensor(visit.result)
+            is_last = output is not None and output.shape in self.shapes
             # Channels first, as convolutions take them, or tokens first, where that explains more.
-            for channels in (-1, 1, TOKENS_FIRST):
+            for channels in (-1,) if is_last else (-1, 1, TOKENS_FIRST):
                 trial = self._tried(visit.call(channels), partly=partly)
                 if trial.is_whole or not best.is_partly:
                     best = trial

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ _NOT_OF_VALUES = frozenset(
         *("set", "share_memory", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"),
     )
 )
+# They are steps, or made of steps: their gradients are those of a constant that is put or added.
+_STEPS = frozenset(
+    f"{name}_" for name in ("ceil", "fix", "floor", "floor_divide", "fmod", "frac", "remainder")
+) | {"__ifloordiv__", "__imod__", "heaviside_", "round_", "sgn_", "sign_", "trunc_"}
 _IS_VISIBLE: ContextVar[bool] = ContextVar("_IS_VISIBLE", default=False)
 
 
@@ -80,6 +84,16 @@ def is_hidden(node: Any) -> bool:
     return is_hidden
 
 
+def note_step(function: Any, args: Any, kwargs: Any) -> None:
+    """Remember a function that was called, if it put steps into a view: its node does not tell."""
+    is_step = _name_of(function).removeprefix("_foreach_") in _STEPS
+    if is_step and torch.is_grad_enabled() and not _IS_VISIBLE.get():
+        for x in tensors_in((args[:1], kwargs)):
+            if x._is_view() and x.requires_grad:
+                node: Any = cast(Tensor, x._base).grad_fn
+                node.metadata["captum_ssm"] = False, False
+
+
 def is_overwritten(node: Any) -> bool:
     """Whether a ``CopySlices`` node leaves nothing of what was in the tensor before."""
     return _read(node)[1]
@@ -101,8 +115,8 @@ def _read(node: Any) -> tuple[bool, bool]:
 def _is_write(before: Tensor | None, values: Tensor | None = None) -> bool:
     # From the gradients of the sum: at what was there before they are zero where it was
     # overwritten, and one elsewhere; at the values one for each entry that they were put into, or
-    # that they were added to. What has no other values is taken for a constant that was put: one
-    # that rounds has the same gradients.
+    # that they were added to. What has no other values is taken for a constant that was put:
+    # :func:`note_step` tells others.
     if before is not None and not bool(((before == 0) | (before == 1)).all()):
         return False
     if values is None:
@@ -165,9 +179,14 @@ def _is_in_place(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 @functools.cache
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", "").partition(".")[0]
+
+
+@functools.cache
 def _in_place_form(function: Any) -> tuple[bool, int | None]:
     # Whether a function is one in place, such as mul_, and where its argument inplace stands.
-    name = getattr(function, "__name__", "").partition(".")[0]
+    name = _name_of(function)
     if name.startswith("__"):
         return name.startswith("__i"), None
     if name.endswith("_"):

@@ -28,7 +28,7 @@ CONSTANT = frozenset(
     )
 )
 # The inputs that relevance can go to, where the others are coefficients: denominators, matrices
-# that are inverted, weights, logarithms, indices.
+# that are inverted, weights, logarithms, places.
 FOLLOWED = {
     **dict.fromkeys(("Addcdiv", "Lerp"), (0, 1)),
     **dict.fromkeys(("CholeskySolve", "Copysign", "Div", "GridSampler2D", "GridSampler3D"), (0,)),
@@ -144,6 +144,8 @@ def missing_in(node: Node, carries: Mapping[Node, bool]) -> set[str]:
 
     They are made of what carries relevance, which does not go on there.
     """
+    if kind_of(node) == "Pow" and _is_partly_inverse(node._saved_exponent):
+        return {"Pow"}
     alone = [(i,) for i in range(len(node.next_functions))]
     is_joined = kind_of(node) in LINEAR or kind_of(node) == COPY_SLICES
     kinds, seen = set[str](), set[Node]()
@@ -161,13 +163,18 @@ def missing_in(node: Node, carries: Mapping[Node, bool]) -> set[str]:
     return kinds
 
 
-def _inputs_in(node: Node, indices: Iterable[int]) -> list[tuple[Node, str | None]]:
+def _is_partly_inverse(exponent: Any) -> bool:
+    # Whether entries of a tensor are negative: those of the result are coefficients.
+    return torch.is_tensor(exponent) and bool((exponent.real < 0).any())
+
+
+def _inputs_in(node: Node, places: Iterable[int]) -> list[tuple[Node, str | None]]:
     # Some inputs of a node, and its kind where relevance does not go on to them. Nothing is left
     # of what was overwritten.
     followed, inputs, kind = followed_by(node), node.next_functions, kind_of(node)
-    indices = [i for i in indices if i in followed or kind != COPY_SLICES]
+    places = [i for i in places if i in followed or kind != COPY_SLICES]
     return [
-        (inputs[i][0], None if i in followed else kind) for i in indices if inputs[i][0] is not None
+        (inputs[i][0], None if i in followed else kind) for i in places if inputs[i][0] is not None
     ]
 
 

@@ -137,6 +137,16 @@ def _leave_out(
             carries[visit.node] = False
 
 
+def products(ends: Sequence[Node], starts: Collection[Node]) -> list[tuple[Node, list[int]]]:
+    """The products between whose factors relevance is shared, and which inputs these are."""
+    visits = _carrying(ends, starts)[0]
+    shared = (
+        (visit, visit.carrying.intersection(PRODUCTS.get(kind_of(visit.node), ())) - visit.gates)
+        for visit in visits
+    )
+    return [(visit.node, sorted(factors)) for visit, factors in shared if len(factors) > 1]
+
+
 def goes_through_activation(end: Node, start: Node) -> bool:
     """Whether an activation, or a product of two signals, as in an MLP, lies between two nodes."""
 

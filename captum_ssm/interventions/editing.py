@@ -27,7 +27,6 @@ from torch._C._functorch import is_batchedtensor
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.capture.session import IS_RECORDED
 from captum_ssm.capture.substitute import without_autocast
-from captum_ssm.capture.thrown_away import without_compiler
 from captum_ssm.capture.unknown_mixers import adapter_of
 from captum_ssm.errors import ReconstructionError, UnsupportedModelError
 from captum_ssm.interventions.open_mixer import OpenMixer, OwnProjection
@@ -50,6 +49,7 @@ from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached, tensors_in, with_first
 from captum_ssm.utils.offload import weights_loaded
 from captum_ssm.utils.plain_graph import without_checkpoints
+from captum_ssm.utils.uncompiled import without_compiler
 
 Edit = Callable[[OpenMixer], Tensor]
 

@@ -1,6 +1,6 @@
 """What lies between the mixers of a model, measured on the graph that the cuts of one run left.
 
-A backward pass through it shows whether each token is handled by itself, at its position. Where it
+A backward pass through it shows whether each token is handled by itself and in its place. Where it
 is not, the order of the tokens that a mixer is given is decoded. Where there is no order, as
 between steps of different numbers of tokens, it is measured how strongly each token reads each
 earlier one.
@@ -29,6 +29,7 @@ from captum_ssm.wiring.output import OutputReads
 from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
 from captum_ssm.wiring.skips import Skips
 from captum_ssm.wiring.token_map import MixerReads, TokenMaps
+from captum_ssm.wiring.token_products import token_products
 from captum_ssm.wiring.wiring import Step, TokenMap, Wiring, sequence
 
 # How many tensors that two mixers are made of are asked for the order of their tokens.
@@ -94,24 +95,27 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         mixing.check(maps)
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
-        shares = readout.shares(output, steps, read.skips)
-    of_pool, shares, factor = readout.skips_of_pool(steps, shares)
-    said = readout.unheld(of_pool, read.again, shares[len(read.direct) :])
-    # The tokens of the output do not read what goes around: only the output as a whole does.
+        shares = readout.shares(output, steps, read.past)
+    past, shares, factor = readout.past_pool(steps, shares)
+    said = readout.past(past, read.again, shares[len(read.direct) :])
+    # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
-        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in of_pool.items()
+        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in past.items()
     )
+    unknown = readout.unknown() if simple else None
+    if not unknown and not (simple and readout.is_per_token):
+        unknown = token_products(graph, readout.root) or unknown
     return Wiring(
         steps,
         output,
         [graph.windows(i) for i in range(graph.end)],
-        [None if share is None else factor * share for share in (*shares, *of_pool.values())],
+        [None if share is None else factor * share for share in (*shares, *past.values())],
         maps.neighbor_share,
         maps.is_far,
         inputs=graph.inputs,
-        unknown=readout.unknown() if simple else None,
+        unknown=unknown,
         main=len(read.direct),
-        unheld=said,
+        past=said,
         rows=readout.rows(),
         unread=_unread(graph),
         gates=_gates(graph),
@@ -126,7 +130,7 @@ def _steps(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
             if maps.is_simple:
                 graph.orders[i] = None
             else:
-                _order_sibling(graph, i, group[0])
+                _place_sibling(graph, i, group[0])
             graph.put(i)
         tokens = graph.tokens(group[0])
         steps.append(Step(tuple(group), reads.every, tokens, is_aside=reads.is_aside))
@@ -137,10 +141,10 @@ def _output(graph: MixerGraph, maps: TokenMaps, readout: OutputReads) -> MixerRe
     end = graph.end
     if readout.is_per_token:
         return maps.reads(end)
-    leads, skips = graph.leads(end), dict[int, TokenWeights]()
+    leads, past = graph.leads(end), dict[int, TokenWeights]()
     if not maps.is_simple and len(leads) == 1:
-        skips = maps.skips.ways(end, leads[0])
-    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *skips)), skips=skips)
+        past = maps.skips.past(end, leads[0])
+    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *past)), past=past)
 
 
 def _counts_agree(graph: MixerGraph, readout: OutputReads) -> bool:
@@ -179,7 +183,7 @@ def _gates(graph: MixerGraph) -> str | None:
 
 
 def _is_selected(graph: MixerGraph, i: int) -> bool:
-    # Whether the tokens of a mixer are some of earlier ones, around which the others go.
+    # Whether the tokens of a mixer are some of earlier ones, past which the others go.
     links = [link for (k, _), link in graph.links.items() if k == i]
     return any(link.source is not None for link in links)
 
@@ -203,7 +207,7 @@ class _Mixing:
         return is_mixed(known, exits, graph.orders, all_read=all_read, mask=self.mask)
 
     def unmixed(self) -> list[set[int]]:
-        # Mixers of equally many tokens, in groups in which each token is read at its position only.
+        # Mixers of equally many tokens, in groups in which each token is read in its place only.
         graph = self.graph
         by_tokens: dict[int, list[int]] = {}
         for i, leaf in graph.exits.items():
@@ -238,7 +242,7 @@ class _Mixing:
                     maps.leak(i, leaves)
 
 
-def _order_sibling(graph: MixerGraph, i: int, lead: int) -> None:
+def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
     # The order of a mixer side by side with another, by what both read, or are read by.
     entry, other = graph.entries[i], graph.entries[lead]
     if entry is not None and other is not None and entry.is_at(other):
@@ -252,18 +256,18 @@ def _order_sibling(graph: MixerGraph, i: int, lead: int) -> None:
             f"{ADVICE}"
         )
     root = graph.entries[next(k for k, read in graph.direct.items() if i in read)]
-    order = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
+    place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
     for mine, theirs in _alike(graph, i, lead, root):
         both = (mine >= 0) & (theirs >= 0)
-        order[mine[both]] = theirs[both]
-        if bool((order >= 0).all()):
+        place[mine[both]] = theirs[both]
+        if bool((place >= 0).all()):
             break
     left = torch.ones(T, dtype=torch.bool)
-    left[order[order >= 0]] = False
+    left[place[place >= 0]] = False
     if int(left.sum()) == 1:
-        order[order < 0] = int(left.nonzero())
-    if torch.equal(order.sort().values, torch.arange(T)):
-        graph.orders.put(i, lead, order)
+        place[place < 0] = int(left.nonzero())
+    if torch.equal(place.sort().values, torch.arange(T)):
+        graph.orders.put(i, lead, place)
     elif root is not None and root.tokens == T:
         graph.orders[i] = graph.orders.get(lead)  # unless the check of mixing knows better
     else:

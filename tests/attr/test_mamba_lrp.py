@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import build
-from models import WithOutput, normal, without_biases
+from models import WithOutput, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,8 +101,12 @@ def test_the_delta_can_be_computed_from_attributions() -> None:
         MambaRollout(model).compute_convergence_delta(relevance, ids)
 
 
-WEIGHT = normal(4, 4, seed=1)
-OTHER = normal(4, 4, seed=2)
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+WEIGHT = tensor(4, 4, seed=1)
+OTHER = tensor(4, 4, seed=2)
 
 
 def activation(f):
@@ -301,19 +306,22 @@ def relevance_at(x: Tensor, score: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", RULES)
 def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     function, frozen = RULES[kind]
-    x = normal(3, 4).requires_grad_()
+    x = tensor(3, 4).requires_grad_()
     score, same = function(x), frozen(x, x.detach())
     torch.testing.assert_close(same, score)
     direction = torch.randn_like(score)
     (gradient,) = torch.autograd.grad((same * direction).sum(), x)
-    found = relevance_at(x, (score * direction).sum(-1))
+    # Powers of one tensor may be values in part, and denominators.
+    said = pytest.warns(UserWarning, match="result of Pow .* share of the score is missing")
+    with said if kind == "a power of the tokens" else nullcontext():
+        found = relevance_at(x, (score * direction).sum(-1))
     torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cos", "lgamma", "logit", "special.i0", "linalg.matrix_exp"])
 def test_a_function_without_a_rule_is_said_with_its_share(name: str) -> None:
     function = attrgetter(name)(torch)
-    x = normal(3, 3).sigmoid().requires_grad_()
+    x = tensor(3, 3).sigmoid().requires_grad_()
     with pytest.warns(UserWarning, match="has no rule.* for 100% of the relevance"):
         relevance_at(x, function(x).sum(-1))
     with pytest.warns(UserWarning, match="has no rule.* for [1-9][0-9]?% of the relevance"):
@@ -322,7 +330,7 @@ def test_a_function_without_a_rule_is_said_with_its_share(name: str) -> None:
 
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, lambda x: 1 / (2 + x), torch.sign])
 def test_a_coefficient_that_is_added_is_said(function) -> None:
-    x = normal(3, 4).requires_grad_()
+    x = tensor(3, 4).requires_grad_()
     with pytest.warns(UserWarning, match="its share of the score is missing"):
         found = relevance_at(x, (x + torch.log(2 + function(x))).sum(-1))
     torch.testing.assert_close(found, x.detach())
@@ -355,7 +363,7 @@ def test_a_saturated_tanh_module_is_exact(dtype: torch.dtype) -> None:
 
 def test_the_rms_norm_of_other_devices_is_a_rule_too() -> None:
     # CPUs have no fused RMS norm, so no node of it.
-    x, weight = normal(3, 4), WEIGHT[0]
+    x, weight = tensor(3, 4), WEIGHT[0]
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
     node = SimpleNamespace(
         name=lambda: "FusedRmsNormBackward0",

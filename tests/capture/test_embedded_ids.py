@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from models import randomize
+from models import randomize, without_biases
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 from wild import BothWays, Stack
 
@@ -16,9 +19,11 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
+    UnsupportedModelError,
 )
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.capture.embedded_ids import entries_of
+from captum_ssm.models import BidirectionalMamba
 
 MAPS = (RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention)
 METHODS = (*MAPS, MambaLRP)
@@ -190,3 +195,74 @@ def test_a_table_that_is_given_moved_ids_too_is_said(method: type[TokenAttributi
     with pytest.warns(UserWarning, match="table is given ids that are computed from those"):
         method(Shifted(True).eval()).attribute(ids, target=1)
     method(Shifted(False).eval()).attribute(ids, target=1)  # warnings are errors
+
+
+class Embedding(nn.Embedding):
+    """A table with something of its own after the look-up."""
+
+    change = staticmethod(lambda looked_up: looked_up)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.change(super().forward(ids))
+
+
+class Looks(nn.Module):
+    """Embeddings, and what ``way(model, ids)`` adds to them."""
+
+    def __init__(self, way: Callable[[Looks, Tensor], Tensor | float] = lambda m, ids: 0.0) -> None:
+        super().__init__()
+        self.table, self.rows = Embedding(11, 6), nn.Parameter(torch.randn(11, 6))
+        self.mixer, self.head = BidirectionalMamba(6, state=4), nn.Linear(6, 3, bias=False)
+        self.way = way
+        without_biases(randomize(self)).double().eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids) + self.way(self, ids)
+        return self.head(h + self.mixer(h))
+
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+WAYS: dict[str, Callable[[Looks, Tensor], Tensor]] = {
+    "rows": lambda m, ids: m.rows[ids],
+    "scaled rows": lambda m, ids: (2 * m.rows)[ids].mul_(3),
+    "rows by position": lambda m, ids: m.rows.index_select(0, ids.flatten()).view(*ids.shape, 6),
+    "the same table": lambda m, ids: F.embedding(ids, m.table.weight.detach()),
+    "a number for each": lambda m, ids: torch.take(m.rows, ids)[..., None],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_relevance_of_ids_by_a_table_that_is_no_module(way: str, is_trained: bool) -> None:
+    model = Looks(WAYS[way]).requires_grad_(is_trained)
+    found, delta = MambaLRP(model).attribute(IDS, 1, return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-12
+    # Both ways in one table of embeddings.
+    joined = Looks()
+    every = torch.arange(11)
+    joined.table.weight.data.add_(model.way(model, every[None])[0].detach())
+    assert_close(found, MambaLRP(joined).attribute(IDS, 1))
+
+
+def test_what_is_read_of_tokens_at_their_ids_is_no_table() -> None:
+    model = Looks()
+
+    def own(ids: Tensor) -> Tensor:
+        return model(ids)[torch.arange(len(ids))[:, None], torch.arange(ids.shape[1]), ids]
+
+    ids = IDS % 3
+    found, delta = MambaLRP(own, model=model).attribute(ids, 4, return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-12
+    assert bool((found[:, :5].abs().sum(1) > 0).all())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_table_that_mixes_tokens_is_refused(method: type[TokenAttribution]) -> None:
+    model = Looks()
+    method(model).attribute(IDS, 1)
+    model.table.change = lambda looked_up: looked_up + looked_up.flip(1)
+    with pytest.raises(UnsupportedModelError, match=r"table .* mixes tokens"):
+        method(model).attribute(IDS, 1)
+    # What else it does, each token for itself.
+    model.table.change = lambda looked_up: 3 * looked_up + torch.arange(7.0)[:, None].double()
+    method(model).attribute(IDS, 1)

@@ -24,10 +24,10 @@ from unchanged import fingerprint
 
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
 from captum_ssm.capture.operations import Operations
-from captum_ssm.capture.thrown_away import without_compiler
 from captum_ssm.models import BidirectionalMamba
 from captum_ssm.utils.copies import Copies, copied, original, running
 from captum_ssm.utils.transformers_advice import without_advice
+from captum_ssm.utils.uncompiled import without_compiler
 from captum_ssm.utils.watch_modules import watch_modules
 
 

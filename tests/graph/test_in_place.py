@@ -126,6 +126,20 @@ def test_a_coefficient_that_is_put_into_a_part_is_said() -> None:
         relevance(Changes(gated))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda v, o: v[..., :3].round_(), "adds the result of Round"),
+        (lambda v, o: torch.ops.aten.sign_.default(v[..., :3]), "adds the result of Sign"),
+        (lambda v, o: torch._foreach_trunc_([v[..., :3]]), "adds the result of Trunc"),
+        (lambda v, o: v[..., :3].__imod__(1.0), "Remainder, which has no rule"),
+    ],
+)
+def test_steps_that_a_view_hides_are_no_constants(change: Change, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        relevance(Changes(in_place(change)))
+
+
 def test_a_custom_function_in_place_on_a_view_is_named() -> None:
     with pytest.warns(UserWarning, match="in place to a view"):
         relevance(Changes(in_place(lambda v, o: Doubles.apply(v))))

@@ -34,6 +34,7 @@ from captum_ssm.mixers.call import MISFITS, MixerCall
 from captum_ssm.mixers.families.vision import FrozenScans
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
 from captum_ssm.mixers.parts import ShortConv
+from captum_ssm.utils.uncompiled import without_compiler
 
 
 def freeze_measured(
@@ -60,7 +61,7 @@ def freeze_measured(
     Raises:
         UnsupportedModelError: saying what could not be measured.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), without_compiler():
         rerun = Rerun(call, run_cut(call, functions))
         if not rerun.run.called and functions is not None:
             # A module may call others with gradients, or without padding.
@@ -140,7 +141,7 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
         moved = [entered(rerun, direction) for direction in directions]
     except NotMeasured as error:
         raise refused or error from None
-    if refused is not None and all(direction.lands_back for direction in moved):
+    if refused is not None and all(direction.lands_in_place for direction in moved):
         raise refused
     return _of_directions(rerun, projection, moved)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from captum_ssm.explanation.page.data import page_data
 from captum_ssm.explanation.page.html import extras_of, page_html, script, stylesheet
-from captum_ssm.explanation.parts import ExplanationData
+
+if TYPE_CHECKING:
+    from captum_ssm.explanation.explanation import Explanation
 
 _RENDER = """
 export default {
@@ -19,7 +21,7 @@ export default {
 """
 
 
-def widget(explanation: ExplanationData) -> Any:
+def widget(explanation: Explanation) -> Any:
     """The page of an explanation as a widget for notebooks, by anywidget.
 
     Args:
@@ -57,7 +59,7 @@ def widget(explanation: ExplanationData) -> Any:
     return ExplanationWidget(data=json.dumps(data, separators=(",", ":")))
 
 
-def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:
+def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
     """What a notebook shows of an explanation: for ``Explanation._repr_mimebundle_``.
 
     A live notebook shows the widget, where anywidget is installed. A saved notebook is read without

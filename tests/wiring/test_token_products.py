@@ -1,0 +1,146 @@
+"""Products of tokens with others outside of the mixers: found, frozen, or said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from inputs import noise
+from models import made, without_biases
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm import MambaLRP, MambaRollout, hidden_attention
+from captum_ssm.models import BidirectionalMamba
+
+E, L = 16, 12
+
+
+class LinearAttention(nn.Module):
+    """Attention without a softmax, whose coefficients may be held constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E, bias=False) for _ in range(3))
+        self.held: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.held((self.q(x) @ self.k(x).mT).tril() / 8)
+        return weights @ self.v(x)
+
+
+class Mixes(nn.Module):
+    """Mixers, and what is ``mixed`` before the first, between, in a tower beside, or at the end."""
+
+    def __init__(self, place: str, mixed: nn.Module | Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.place, self.mixed = place, mixed
+        self.enter = nn.Linear(6, E, bias=False)
+        self.mixers = nn.ModuleList(BidirectionalMamba(E, bimamba_type="none") for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(3))
+        self.head = nn.Linear(E, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begun = h = self.enter(x)
+        for place, mixer, norm in zip(("first", "between"), self.mixers, self.norms, strict=False):
+            h = h + self.mixed(norm(h)) if place == self.place else h
+            h = h + mixer(norm(h))
+        h = h + self.mixed(self.norms[2](begun)) if self.place == "tower" else h
+        h = h + self.mixed(self.norms[2](h)) if self.place == "end" else h
+        return self.head(h[:, -1])
+
+
+PLACES = ["first", "between", "tower", "end"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_scan_is_frozen_wherever_it_stands(place: str) -> None:
+    model, x = without_biases(made(Mixes(place, LinearAttention()))), noise(2, L, 6)
+    found = MambaLRP(model).attribute(x, 1)
+    weights: list[Tensor] = []
+    model.mixed.held = lambda x: (weights.append(x.detach()), x)[1]
+    model(x)
+    model.mixed.held = lambda x: weights[0]
+    expected = MambaLRP(model).attribute(x, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def attention_inline(x: Tensor) -> Tensor:
+    return x @ (x.mT @ x) / 8
+
+
+def loop_inline(x: Tensor) -> Tensor:
+    states = [x[:, 0]]
+    for t in range(1, x.shape[1]):
+        states.append(states[-1] * x[:, t] + x[:, t])
+    return torch.stack(states, 1)
+
+
+def moment_inline(x: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True) * x.flip(1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mixed", [attention_inline, loop_inline, moment_inline])
+def test_one_that_no_module_holds_is_said(place: str, mixed: Callable[[Tensor], Tensor]) -> None:
+    model = without_biases(made(Mixes(place, mixed)))
+    for _ in range(2):  # what is known of a model is kept
+        with pytest.warns(UserWarning, match="tokens are mixed .*coefficients are not held"):
+            MambaLRP(model).attribute(noise(2, L, 6), 1)
+
+
+def gate(x: Tensor) -> Tensor:
+    return x * F.silu(x.flip(-1))
+
+
+def shifted_gate(x: Tensor) -> Tensor:
+    return x * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def pooled_gate(x: Tensor) -> Tensor:
+    return x * x.mean(1, keepdim=True).sigmoid()
+
+
+@pytest.mark.parametrize("place", PLACES[:3])
+@pytest.mark.parametrize("mixed", [gate, shifted_gate, pooled_gate])
+def test_gates_are_no_scans(place: str, mixed: Callable[[Tensor], Tensor]) -> None:
+    model = without_biases(made(Mixes(place, mixed)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, delta = MambaLRP(model).attribute(noise(2, L, 6), 1, return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-9
+
+
+class Moment(nn.Module):
+    """A linear layer, and a product of tokens with others that is no scan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(E, E, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.layer(x), x.mean(1, keepdim=True), x.roll(1, 1))
+
+
+def test_channels_are_not_taken_for_tokens() -> None:
+    model, x = without_biases(made(Mixes("first", Moment()))), noise(2, L, 6)
+    with pytest.warns(UserWarning, match="tokens are mixed .*coefficients are not held"):
+        MambaLRP(model).attribute(x, 1)
+    assert list(hidden_attention(model, x)) == ["mixers.0", "mixers.1"]
+
+
+class Compiled(LinearAttention):
+    """Linear attention by a compiled function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.compiler.reset()
+        forward = super().forward
+        return torch.compile(lambda x: forward(x), backend="eager")(x)
+
+
+def test_a_compiled_scan_is_read_as_it_is_written() -> None:
+    x = noise(2, L, 6)
+    rows = [MambaRollout(made(Mixes("end", m()))).attribute(x) for m in (Compiled, LinearAttention)]
+    torch.testing.assert_close(*rows)
