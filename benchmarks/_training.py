@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,10 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def shown_settings(config: Any, names: Sequence[str]) -> str:
-    """The settings of these names that a configuration has, for the card."""
-    settings = {name: getattr(config, name, None) for name in names}
-    return ", ".join(f"`{name}={value}`" for name, value in settings.items() if value is not None)
+def sized(settings: Mapping[str, Any], parameters: int) -> str:
+    """A model's settings, without those of None, and its size, for the card."""
+    shown = (f"`{name}={value}`" for name, value in settings.items() if value is not None)
+    return f"{', '.join(shown)}; {parameters:,} parameters, float32"
 
 
 def about_run(
@@ -278,9 +278,10 @@ def fit(
     return time.monotonic() - start
 
 
-def table(rows: dict[str, Any]) -> str:
-    """The rows of a two-column Markdown table."""
-    return "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+def table(rows: dict[str, Any], *heads: str) -> str:
+    """A Markdown table of two columns, which need no heads."""
+    head = f"| {' | '.join(heads)} |" if heads else "| | |"
+    return "\n".join([head, "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
 
 
 def save(model: PreTrainedModel, directory: Path) -> None:

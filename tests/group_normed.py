@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 
-def channel_scan(kv: Tensor, a: Tensor) -> Tensor:
-    """A gated sum, (B, L, D)."""
-    h, out = torch.zeros_like(kv[:, 0]), []
-    for t in range(kv.shape[1]):
-        h = a[:, t] * h + kv[:, t]
+def gated_sum(x: Tensor, a: Tensor) -> Tensor:
+    """Token by token, (B, L, D)."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
         out.append(h)
     return torch.stack(out, 1)
 
@@ -25,7 +25,7 @@ class ChannelsInBatch(nn.Module):
     def scanned(self, v: Tensor, a: Tensor) -> Tensor:
         B, L, D = v.shape
         v, a = (t.mT.reshape(B * D, L, 1) for t in (v, a))
-        return channel_scan(v, a).view(B, D, L).mT
+        return gated_sum(v, a).view(B, D, L).mT
 
     def forward(self, x: Tensor) -> Tensor:
         q, v, a = self.into(x).chunk(3, -1)

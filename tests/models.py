@@ -294,3 +294,22 @@ class Words:
 
 
 WORDS = Words()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in double, the same for a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """A language model's logits at the last token, ``(B, V)``."""
+    with torch.no_grad():
+        return model(tokens).logits[:, -1]
+
+
+class Gives(nn.Module):
+    """A function in place of a module."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.forward = function

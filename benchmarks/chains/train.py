@@ -35,6 +35,7 @@ from _training import (
     options,
     set_up,
     size_of,
+    sized,
     slow_rates,
     table,
     trained_in,
@@ -142,8 +143,7 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
     rows = {
         "task": f"`captum_ssm/examples/{source}.py`, {len(task.words)} words",
         "tokenizer": "words; `AutoTokenizer` loads it",
-        "model": ", ".join(f"`{k}={v}`" for k, v in settings(args.width, args.layers).items())
-        + f"; {n:,} parameters, float32",
+        "model": sized(settings(args.width, args.layers), n),
     } | about_run(
         "benchmarks/chains/train.py",
         args,
@@ -156,15 +156,11 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
 A small `{prefix}ForCausalLM` that {does}. It was trained from scratch for this
 repository, to be explained rather than used: what each word of an answer rests on is known.
 
-| | |
-|---|---|
 {table(rows)}
 
 Whole continuations generated without a mistake, of {metrics["examples"]:,} held-out examples:
 
-| kind | right |
-|---|---|
-{table(scores)}
+{table(scores, "kind", "right")}
 
 {loading(args.output.name)}
 """

@@ -43,7 +43,7 @@ from captum_ssm.examples.chat import (
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import about_run, fit, options, set_up, size_of, slow_rates, table
+from _training import about_run, fit, options, set_up, size_of, sized, slow_rates, table
 from _words import loading, save_and_judge, word_tokenizer
 
 SETTINGS = {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "time_step_min": 0.01}
@@ -122,8 +122,7 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
     rows = {
         "task": f"`captum_ssm/examples/chat.py`: questions about who has what, {len(WORDS)} words",
         "tokenizer": "words, with a chat template; `AutoTokenizer` loads it",
-        "model": ", ".join(f"`{key}={value}`" for key, value in SETTINGS.items())
-        + f"; {n:,} parameters, float32",
+        "model": sized(SETTINGS, n),
     } | about_run(
         "benchmarks/chat/train.py",
         args,
@@ -137,16 +136,12 @@ A small `MambaForCausalLM` that answers questions in a chat: who has what, in a 
 word where the system's turn asks for that. It was trained from scratch for this repository, to be
 explained rather than used: the fact that each answer rests on is known.
 
-| | |
-|---|---|
 {table(rows)}
 
 Chats of {metrics["chats"]} held-out ones in which every word of every answer is given first; all
 questions are about facts that were never trained on:
 
-| answers in | right |
-|---|---|
-{table(scores)}
+{table(scores, "answers in", "right")}
 
 {loading(args.output.name)}
 """

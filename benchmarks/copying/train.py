@@ -63,8 +63,8 @@ from _training import (
     parsed,
     save,
     set_up,
-    shown_settings,
     size_of,
+    sized,
     slow_rates,
     table,
     trained_in,
@@ -254,7 +254,7 @@ def model_card(
         f"symbols, each drawn uniformly from {len(SYMBOLS)}",
         "vocabulary": f"ids 0 to {len(SYMBOLS) - 1} are `{SYMBOLS[0]}` to `{SYMBOLS[-1]}`, "
         f"id {SEPARATOR_ID} is `{SEPARATOR}`; there is no tokenizer",
-        "model": f"{shown_settings(model.config, shown)}; {size_of(model):,} parameters, float32",
+        "model": sized({name: getattr(model.config, name, None) for name in shown}, size_of(model)),
     } | about_run(
         "benchmarks/copying/train.py",
         args,
@@ -273,15 +273,11 @@ A small `{kind}` that copies strings: it reads `source {SEPARATOR}` and continue
 It was trained from scratch for this repository, to be explained rather than used: the source
 token of every copied token is known, so an explanation of this model can be checked.
 
-| | |
-|---|---|
 {table(rows)}
 
 Accuracy on {accuracy.strings:,} held-out strings, {each_length} of each length,
 measured on the saved model with transformers' own code:
 
-| | |
-|---|---|
 {table({key: f"{score:.3%}" for key, score in scores.items()})}
 
 Strings are held out by a hash of the string itself, so none of these was trained on.

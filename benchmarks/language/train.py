@@ -40,7 +40,7 @@ from captum_ssm.examples.stories import (
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import about_run, fit, options, parsed, set_up, size_of, slow_rates, table
+from _training import about_run, fit, options, parsed, set_up, size_of, sized, slow_rates, table
 from _words import loading, save_and_judge, word_tokenizer
 
 SHORTEST_LESSON = 24
@@ -172,12 +172,11 @@ def model_card(
 ) -> str:
     """The README.md saved next to the weights."""
     kind = type(model).__name__
-    settings = ", ".join(f"`{k}={v}`" for k, v in spec(args)[1].items())
     rows = {
         "task": "`captum_ssm.examples.stories`: short stories of people, things and animals, "
         f"{len(WORDS)} words, up to {args.people} people with a thing each",
         "tokenizer": "words; `AutoTokenizer` loads it",
-        "model": f"{settings}; {size_of(model):,} parameters, float32",
+        "model": sized(spec(args)[1], size_of(model)),
     } | about_run(
         "benchmarks/language/train.py",
         args,
@@ -200,15 +199,11 @@ dogs near the bird bark. Anna's ball is red." It was trained from scratch for th
 be explained rather than used: the word that decides every answer is known, so an explanation
 of this model can be checked.
 
-| | |
-|---|---|
 {table(rows)}
 
 Answers given first, of {metrics["stories"]} held-out questions of each kind on stories of
 {args.people} people, measured on the saved model with transformers' own code:
 
-| | |
-|---|---|
 {table(scores)}
 
 {warning}No sentence of a held-out story was trained on: a fact is held out with its owner, color

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -133,14 +134,25 @@ def _records(n: int, records: int, generator: torch.Generator, held_out: bool) -
     return found
 
 
-def _draw(
+def make_batch(
     n: int,
     generator: torch.Generator,
-    context: int,
-    records: int,
-    questions: int,
-    held_out: bool,
+    context: int = CONTEXT,
+    records: int = RECORDS,
+    questions: int = 1,
+    *,
+    held_out: bool = False,
 ) -> PasskeyBatch:
+    """A batch of ``n`` examples.
+
+    Args:
+        n: Number of examples.
+        generator: Source of all randomness; the same state gives the same batch.
+        context: Number of tokens before the question.
+        records: Number of records in the context; the rest of it is filler.
+        questions: Number of questions; the same record can come up again.
+        held_out: Whether they are reserved ones, which training examples never are.
+    """
     filler = context - RECORD_LENGTH * records
     if filler < 0 or questions < 1 or not 1 <= records <= len(KEYS):
         raise ValueError(
@@ -160,34 +172,4 @@ def _draw(
     return PasskeyBatch(torch.cat([tokens, chosen.flatten(1)], 1), context, starts, asked)
 
 
-def make_batch(
-    n: int,
-    generator: torch.Generator,
-    context: int = CONTEXT,
-    records: int = RECORDS,
-    questions: int = 1,
-) -> PasskeyBatch:
-    """A batch of ``n`` training examples.
-
-    Args:
-        n: Number of examples.
-        generator: Source of all randomness; the same state gives the same batch.
-        context: Number of tokens before the question.
-        records: Number of records in the context; the rest of it is filler.
-        questions: Number of questions; the same record can come up again.
-    """
-    return _draw(n, generator, context, records, questions, held_out=False)
-
-
-def held_out_batch(
-    n: int,
-    generator: torch.Generator,
-    context: int = CONTEXT,
-    records: int = RECORDS,
-    questions: int = 1,
-) -> PasskeyBatch:
-    """A batch of ``n`` examples that :func:`make_batch` can never return.
-
-    The arguments are those of :func:`make_batch`.
-    """
-    return _draw(n, generator, context, records, questions, held_out=True)
+held_out_batch = partial(make_batch, held_out=True)

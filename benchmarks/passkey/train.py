@@ -41,8 +41,8 @@ from _training import (
     options,
     save,
     set_up,
-    shown_settings,
     size_of,
+    sized,
     slow_rates,
     table,
 )
@@ -117,7 +117,7 @@ def model_card(
         f"to {CONTEXT} tokens of context, one question",
         "vocabulary": f"{VOCABULARY_SIZE} ids: filler `a` to `z`, digits `0` to `9`, keys "
         "`A` to `P`, `<KEY>`, `<QUERY>`; there is no tokenizer",
-        "model": f"{shown_settings(model.config, shown)}; {size_of(model):,} parameters, float32",
+        "model": sized({name: getattr(model.config, name, None) for name in shown}, size_of(model)),
     } | about_run(
         "benchmarks/passkey/train.py",
         args,
@@ -136,8 +136,6 @@ A small `MambaForCausalLM` that looks up a value by its key: it reads records su
 from scratch for this repository, to be explained rather than used: the record that decides every
 answer is known, so an explanation of this model can be checked.
 
-| | |
-|---|---|
 {table(rows)}
 
 Accuracy on {args.examples:,} held-out questions for each length of context, measured on the saved

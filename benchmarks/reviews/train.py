@@ -36,7 +36,7 @@ from captum_ssm.examples.reviews import (
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from _training import about_run, fit, options, set_up, size_of, slow_rates, table
+from _training import about_run, fit, options, set_up, size_of, sized, slow_rates, table
 from _words import save_and_judge, word_tokenizer
 
 SETTINGS = {
@@ -123,8 +123,7 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
         "task": f"`captum_ssm/examples/reviews.py`: short reviews of films, {len(WORDS)} words, "
         "labels negative, mixed and positive",
         "tokenizer": "words; `AutoTokenizer` loads it",
-        "model": ", ".join(f"`{key}={value}`" for key, value in SETTINGS.items())
-        + f"; {n:,} parameters, float32",
+        "model": sized(SETTINGS, n),
     } | about_run(
         "benchmarks/reviews/train.py",
         args,
@@ -138,16 +137,12 @@ A small `JambaForSequenceClassification` that says whether a review of a film is
 positive. It was trained from scratch for this repository, to be explained rather than used: the
 words that decide the label are known, and the same words about people decide nothing.
 
-| | |
-|---|---|
 {table(rows)}
 
 Right labels of {metrics["reviews"]} held-out reviews, each with a pair of a subject and a word that
 was never trained on:
 
-| label | right |
-|---|---|
-{table(scores)}
+{table(scores, "label", "right")}
 
 ```python
 from transformers import AutoModelForSequenceClassification, AutoTokenizer

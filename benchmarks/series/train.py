@@ -154,14 +154,10 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
 It was trained from scratch for this repository, to be explained rather than used: the step and the
 feature that decide every answer are known, so an explanation of this model can be checked.
 
-| | |
-|---|---|
 {table(rows)}
 
 On {metrics["held_out"]} held-out series:
 
-| | |
-|---|---|
 {table(scores)}
 
 ```python

@@ -31,18 +31,6 @@ from captum_ssm.metrics.agreement import rank_correlation
 
 from .task import Examples, Task, outputs
 
-MEASURES = (
-    "hit",
-    "precision",
-    "share",
-    "removal",
-    "interchange",
-    "paraphrase",
-    "seeds",
-    "randomized",
-    "guessing",
-)
-LOWER_IS_BETTER = ("randomized", "guessing")
 AT_ONCE = 128  # changed inputs that a model is given together
 
 

@@ -93,14 +93,10 @@ A small bidirectional Mamba that names the shape that one frame of a clip shows.
 scratch for this repository, to be explained rather than used: the frame that decides is known, so
 an explanation of this model can be checked.
 
-| | |
-|---|---|
 {table(rows)}
 
 On {metrics["held_out"]} held-out clips:
 
-| | |
-|---|---|
 {table(found)}
 
 ```python

@@ -122,14 +122,10 @@ A small U-shaped Mamba that says of every pixel which digit it is ink of. It was
 scratch for this repository, to be explained rather than used: which pixels are the object is
 known, so an explanation of this model can be checked.
 
-| | |
-|---|---|
 {table(rows)}
 
 On {metrics["held_out"]} held-out scenes, of digits that were not trained on:
 
-| | |
-|---|---|
 {table(found)}
 
 ```python

@@ -122,7 +122,7 @@ class LaTIM(TokenAttribution):
         Where layers work on several grids of tokens, or it is not known how the score reads the
         last stream, MLPs and all else between mixers are frozen as in MambaLRP. The delta then
         also holds the bias terms outside of mixers; with ``grid`` it is the part of the score that
-        the grid's residual stream carries past all later grids' mixers, minus the mixers' bias
+        the grid's residual stream carries around all later grids' mixers, minus the mixers' bias
         terms and the sum of relevance.
 
         Args:
@@ -173,13 +173,13 @@ class LaTIM(TokenAttribution):
                 activation, tolerance, is_one_text=is_one_text, mixing=mixing
             )
             relevance = self._formatted(rows, frozen)
-            if score.past:
-                pairs = zip(tensors_in(relevance), score.past, strict=True)
+            if score.outside:
+                pairs = zip(tensors_in(relevance), score.outside, strict=True)
                 relevance = format_output(
-                    frozen.request.packed, tuple(x + past.to(x) for x, past in pairs)
+                    frozen.request.packed, tuple(x + outside.to(x) for x, outside in pairs)
                 )
             # A pixel that is interpolated has the relevance of a whole patch.
-            summed = relevance if frozen.grid is None else (*rows, *score.past)
+            summed = relevance if frozen.grid is None else (*rows, *score.outside)
             results = [relevance]
             if arguments.return_convergence_delta:
                 results.append(delta(claimed, summed))

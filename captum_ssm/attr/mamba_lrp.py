@@ -18,8 +18,8 @@ from captum_ssm.attr.segments import (
     SegmentedRun,
     check_text,
     compare,
-    place_after,
-    with_places,
+    position_after,
+    with_positions,
 )
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.honesty import look_for_hidden, warn_of_hidden
@@ -174,10 +174,10 @@ class MambaLRP(TokenAttribution):
         starts = [0, *range(tokens % segment or segment, tokens, segment)]
 
         def asked(move: Callable[[int], int]) -> Arguments:
-            target, position = with_places(arguments.target, arguments.position, move)
+            target, position = with_positions(arguments.target, arguments.position, move)
             return replace(arguments, target=target, position=position)
 
-        last = asked(place_after(starts[-1], tokens))
+        last = asked(position_after(starts[-1], tokens))
         begin = request.of_tokens(0, compared)
         rules = self._beginning(begin, asked(lambda _: compared - 1))
         bounds = [[past.anew() for _, past in rules.pasts]]

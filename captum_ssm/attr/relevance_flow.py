@@ -174,7 +174,7 @@ class RelevanceFlow(MambaLRP):
         if graph.error > TOLERATED:
             warnings.warn(
                 f"up to {graph.error:.0%} of the relevance at a token leaves it by no edge of the "
-                "graph, but by a way past the residual stream that was not found. FlowGraph.lost "
+                "graph, but by a way around the residual stream that was not found. FlowGraph.lost "
                 "says where.",
                 UserWarning,
                 stacklevel=2,

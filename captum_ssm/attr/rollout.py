@@ -20,14 +20,14 @@ class MambaRollout(RolloutAttribution):
     a matrix.
 
     What a layer makes of a mixer's result is no part of :math:`\alpha`, also not its sign:
-    :math:`x - f(x)` counts as :math:`x + f(x)`. What is added to the stream once more past mixers
+    :math:`x - f(x)` counts as :math:`x + f(x)`. What is added to the stream once more around mixers
     counts as much as it adds, with its sign. Where a score reads several tokens, their rows count
     by the sizes of its gradients: also those of a difference of two positions.
 
     I is the residual stream, as it is found in the model's graph. Of two mixers in series in one
     branch, as the attention and the convolution of Inkling, it goes around both:
     :math:`I + \alpha^2 \alpha^1`. Where nothing is added there is no I. A mixer that adds its input
-    by itself (Inkling's convolutions) is :math:`I + \alpha`; ways past the same mixer count once.
+    by itself (Inkling's convolutions) is :math:`I + \alpha`; ways around the same mixer count once.
     With ``normalize_rows`` each factor's rows are divided by their sum and the number of streams
     that are added: those of :math:`\alpha^1` by their own sum.
 

@@ -300,7 +300,7 @@ def compare(run: SegmentedRun) -> None:
         )
 
 
-def place_after(start: int, tokens: int) -> Callable[[int], int]:
+def position_after(start: int, tokens: int) -> Callable[[int], int]:
     """From a position in a text to that in its last segment, which begins at ``start``."""
 
     def move(position: int) -> int:
@@ -316,7 +316,7 @@ def place_after(start: int, tokens: int) -> Callable[[int], int]:
     return move
 
 
-def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple[Any, Any]:
+def with_positions(target: Any, position: Any, move: Callable[[int], int]) -> tuple[Any, Any]:
     """A target and a position, with every position in them moved."""
 
     def moved(positions: Any) -> Any:
@@ -332,7 +332,7 @@ def with_places(target: Any, position: Any, move: Callable[[int], int]) -> tuple
         )
 
     if isinstance(target, Against):
-        sides = (with_places(side, None, move)[0] for side in (target.target, target.foil))
+        sides = (with_positions(side, None, move)[0] for side in (target.target, target.foil))
         target = Against(*sides)
     elif isinstance(target, SpanTarget):
         target = replace(target, positions=moved(target.positions))

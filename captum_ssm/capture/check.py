@@ -111,7 +111,7 @@ class Rebuilt:
 def _off_weight(mixer: FrozenMixer, gated: Tensor) -> tuple[Tensor, Tensor] | None:
     # A layer of a class of its own may do something else than multiply each token by its weight,
     # such as mask some. Sums of the channels with random signs tell, up to what it adds to each
-    # token: the bias term, and in a measured mixer what goes past its scans.
+    # token: the bias term, and in a measured mixer what goes around its scans.
     if mixer.out_gate is not None:
         return None
     with torch.no_grad():

@@ -138,8 +138,8 @@ def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
     others = _given_for(request, tables) if ids and unknown else {}
     for name, table, looked_up in unknown:
         calls = [before for _, other, before in tables if other is table]
-        place = next(k for k, before in enumerate(calls) if before is looked_up)
-        other = next(iter(others.get(table, [])[place:]), looked_up)
+        first = next(k for k, before in enumerate(calls) if before is looked_up)
+        other = next(iter(others.get(table, [])[first:]), looked_up)
         if looked_up.shape != other.shape or not torch.equal(looked_up, other):
             warnings.warn(
                 f"{name} is given ids that are computed from those of inputs. What it adds to a "
@@ -174,7 +174,7 @@ def _given_for(request: Request, tables: Sequence[Given]) -> dict[nn.Module, lis
 
 
 def _addresses(x: Tensor) -> Tensor:
-    # The place of each entry in its storage.
+    # The offset of each entry in its storage.
     addresses = torch.tensor(x.storage_offset())
     for size, stride in zip(x.shape, x.stride(), strict=True):
         addresses = addresses[..., None] + stride * torch.arange(size)

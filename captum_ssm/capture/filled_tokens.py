@@ -70,7 +70,7 @@ class FilledTokens:
         return None
 
     def warn_of_added(self) -> None:
-        """Warn of tokens that have no place in a result of the shape of ids."""
+        """Warn of tokens that have no position in a result of the shape of ids."""
         if self.added:
             warnings.warn(
                 f"{self.added} tokens that the model reads are made of no id of inputs, and the "

@@ -315,8 +315,8 @@ class FrozenModel:
     def is_chain(self) -> bool:
         """Whether all layers work on the same tokens in their order, one after the other."""
         orders = self.wiring.orders
-        in_place = all(any(orders[c] is None for c in step.calls) for step in self.wiring.steps)
-        return in_place and self.wiring.is_chain
+        in_order = all(any(orders[c] is None for c in step.calls) for step in self.wiring.steps)
+        return in_order and self.wiring.is_chain
 
     def require_score(self) -> Tensor:
         """The explained score, ``(B,)``, of a model frozen with gradients."""

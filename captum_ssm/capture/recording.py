@@ -15,7 +15,7 @@ from captum_ssm.capture.model import extract_logits, unwrap
 from captum_ssm.capture.request import Request
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_read_past, nodes_before
+from captum_ssm.graph.reachability import is_read_around, nodes_before
 from captum_ssm.graph.relevance_rules import goes_through_activation, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.models.token_grid import TokenGrid, find_token_grid
@@ -191,7 +191,7 @@ class Recording:
 
     def _reading(self, target: Tensor) -> tuple[dict[int, Tensor | None], frozenset[str]]:
         # How the target reads calls after the last mixer, where its plain gradient does not say so,
-        # by order. None for what it reads past as well, such as an MLP's norm, or through an MLP.
+        # by order. None for what it reads around as well, such as an MLP's norm, or through an MLP.
         # Norms and soft caps in between count as constants, as in MambaLRP. And the functions in
         # between that there is no rule for.
         later, last = Point.of(target, None), self.calls[-1].order
@@ -204,8 +204,8 @@ class Recording:
             if not (tokens.requires_grad and call.output.requires_grad):
                 continue
             output = Point.of(call.output)
-            is_past = is_read_past(later, Point.of(tokens), output)
-            if is_past or goes_through_activation(later.edge.node, output.edge.node):
+            is_around = is_read_around(later, Point.of(tokens), output)
+            if is_around or goes_through_activation(later.edge.node, output.edge.node):
                 reading[call.order] = None
                 continue
             with ruled([later.edge.node], [output.edge.node]) as carries:

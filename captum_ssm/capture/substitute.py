@@ -16,7 +16,7 @@ from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.graph.reachability import is_closed
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import LinearCalls
-from captum_ssm.mixers.registry import frozen_by, is_own
+from captum_ssm.mixers.registry import Adapter, frozen_by, is_own
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.copies import running
@@ -33,8 +33,6 @@ _OUTPUTS = 24
 
 # The operators whose graph is ours: linear time and memory.
 _SCANS = (DiagonalOperator, LinearAttentionOperator)
-
-Adapter = Callable[[MixerCall], FrozenMixer]
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class FrozenStandIns:
         """What the model goes on with in place of ``call.result``."""
         adapter = find_adapter(call.module)
         if adapter is None:
-            return _in_place(call, self.other(call))
+            return _as_result(call, self.other(call))
         if not (self.replaces(adapter) and self.takes(call)):
             self.made.append(None)
             is_hidden = self.hides_graphs and isinstance(adapter, MeasuredAdapter)
@@ -106,17 +104,17 @@ class FrozenStandIns:
             mixer = frozen_by(adapter, detached_call)
             if isinstance(mixer.recurrence, _SCANS):
                 self._of_scans.add(adapter)
-            in_place = not (call.output.requires_grad and self.needs_graph(call.module))
-            with torch.set_grad_enabled(is_kept and in_place):
+            stands_in = not (call.output.requires_grad and self.needs_graph(call.module))
+            with torch.set_grad_enabled(is_kept and stands_in):
                 rebuilt = self.rebuilt(mixer, detached_call)
         self._linears.forget()  # a frozen mixer may hold its call
         deviation = Deviation.of(detached_call, rebuilt)
         is_needed = self.keeps_mixers and is_kept
         self.made.append(FrozenDuringRun(detached(mixer) if is_needed else None, deviation))
-        if not in_place:
+        if not stands_in:
             return call.result
         if is_kept:
-            return _in_place(call, rebuilt.output)
+            return _as_result(call, rebuilt.output)
         return with_first(call.result, self._recomputed(call, adapter))
 
     @contextmanager
@@ -278,7 +276,7 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def _in_place(call: MixerCall, output: Tensor | None) -> Any:
+def _as_result(call: MixerCall, output: Tensor | None) -> Any:
     if output is None:
         return call.result
     value = call.output

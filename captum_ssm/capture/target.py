@@ -95,7 +95,7 @@ def query_weights(
 
 
 def balance(query: Sequence[Tensor], wiring: Wiring) -> Tensor:
-    """The share ``(B,)`` of what is read that comes through the last mixers, not past them."""
+    """The share ``(B,)`` of what is read that comes through the last mixers, not around them."""
     read = torch.stack([weights.abs().sum(1) for weights in query])
     return read[: wiring.main].sum(0) / read.sum(0)
 
@@ -215,7 +215,7 @@ def names_entry(recording: Recording, target: Any, position: Any) -> bool:
 
 
 def _split_target(
-    recording: Recording, target: Any, position: Any, is_only_place: bool = False
+    recording: Recording, target: Any, position: Any, is_only_position: bool = False
 ) -> tuple[Any, Any]:
     # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
     # a list.
@@ -227,8 +227,8 @@ def _split_target(
                 f"position is {position!r}; leave it out for a span, which has its own."
             )
         return target, target
-    is_only_place = is_only_place and position is None
-    if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
+    is_only_position = is_only_position and position is None
+    if not ((recording.is_language or is_only_position) and _is_tokens(recording)):
         return target, position
     logits = extract_logits(recording.output)
     if isinstance(target, tuple) and len(target) == 2:
@@ -337,7 +337,7 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     # among themselves; zero for an output that is one score.
     logits = extract_logits(recording.output)
     # In any output per token, an entry's first index is the token whose answers compete.
-    target, position = _split_target(recording, target, position, is_only_place=True)
+    target, position = _split_target(recording, target, position, is_only_position=True)
     if logits.dim() == 3 and _is_tokens(recording):
         logits = _row_of(recording, logits, position)
     # Numbers, such as those of a regression or of features, do not compete.

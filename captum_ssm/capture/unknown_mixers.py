@@ -20,7 +20,7 @@ from captum_ssm.discovery.search import discover
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.call import MISFITS
-from captum_ssm.mixers.registry import Freeze, known_of, may_be_namesake, nearest_misses, remember
+from captum_ssm.mixers.registry import Adapter, known_of, may_be_namesake, nearest_misses, remember
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import Copies, copied, original
@@ -78,7 +78,7 @@ def find_namesakes(request: Request) -> None:
 
 
 @repeated
-def adapter_of(call: MixerCall) -> Freeze:
+def adapter_of(call: MixerCall) -> Adapter:
     """The adapter of a call's module; another one where that of its name computes something else.
 
     Args:
@@ -110,7 +110,7 @@ def _find_others(modules: set[nn.Module], copies: Copies, run: Callable[[], Any]
     remember(adapters | dict.fromkeys(rest, _refuse))
 
 
-def _discovered(copies: Copies, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
+def _discovered(copies: Copies, run: Callable[[], Any]) -> dict[nn.Module, Adapter]:
     # By the user's modules.
     adapters = discover(copies.root, run, _reproduces)
     return {original(module): freeze for module, freeze in adapters.items()}
@@ -157,7 +157,7 @@ def _is_like(call: MixerCall) -> bool:
     return adapter is not None and _reproduces(adapter, call)
 
 
-def _reproduces(adapter: Freeze, call: MixerCall) -> bool:
+def _reproduces(adapter: Adapter, call: MixerCall) -> bool:
     try:
         with torch.no_grad():
             deviation = Deviation.of(call, Rebuilt.of(adapter(call), call))

@@ -114,8 +114,8 @@ def _way(circuit: Mapping[str, Any], nodes: list[list[int]]) -> str:
 
 
 def _token(circuit: Mapping[str, Any], t: int) -> str:
-    place = circuit["at"] if t < 0 else t
-    return f"{_named(circuit['tokens'][place])} ({place})"
+    position = circuit["at"] if t < 0 else t
+    return f"{_named(circuit['tokens'][position])} ({position})"
 
 
 def _named(text: str) -> str:

@@ -47,7 +47,7 @@ from captum_ssm.discovery.visited import (
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.registry import Freeze, channels_of, find_adapter, known_of, own_adapters
+from captum_ssm.mixers.registry import Adapter, channels_of, find_adapter, known_of, own_adapters
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
 from captum_ssm.utils.watch_modules import watch_modules
@@ -186,8 +186,8 @@ class _Found:
 def discover(
     model: nn.Module,
     run: Callable[[], Any],
-    reproduces: Callable[[Freeze, MixerCall], bool] = lambda freeze, call: False,
-) -> dict[nn.Module, Freeze]:
+    reproduces: Callable[[Adapter, MixerCall], bool] = lambda freeze, call: False,
+) -> dict[nn.Module, Adapter]:
     """The mixers among the modules of a model that no adapter is registered for.
 
     Args:
@@ -216,7 +216,7 @@ def discover(
     trials = _Trials(calls.scans, calls.shapes)
     around = _around_scans(calls.scans, trials)
     inside = _parts_of(around)
-    measured: dict[nn.Module, Freeze] = {}
+    measured: dict[nn.Module, Adapter] = {}
     whole: set[nn.Module] = set()  # mixers that are measured as a whole, and their parts
     for module, (trial, _) in around.items():
         if module not in inside:

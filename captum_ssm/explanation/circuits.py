@@ -21,14 +21,14 @@ KINDS = MIX, SHIFT = ("mix", "shift")
 Number = float | None
 
 
-def check_circuits(example: Example, place: str) -> None:
+def check_circuits(example: Example, path: str) -> None:
     """All circuits of an example.
 
     Raises:
         Damaged: where one holds something else than a flow graph of the example's tokens.
     """
     for i, circuit in enumerate(example.circuits):
-        here = f"{place}.circuits[{i}]"
+        here = f"{path}.circuits[{i}]"
         check_circuit(circuit, here)
         known = len(example.tokens)
         if len(circuit["tokens"]) > known:
@@ -37,17 +37,17 @@ def check_circuits(example: Example, place: str) -> None:
             raise Damaged(f"{here}.answer", None, "the text of an answer")
 
 
-def check_circuit(circuit: Any, place: str = "the graph") -> None:
+def check_circuit(circuit: Any, path: str = "the graph") -> None:
     """One flow graph.
 
     Args:
         circuit (dict): of the format captum_ssm.flow/1.
-        place (str, optional): for the error. Default: ``"the graph"``
+        path (str, optional): for the error. Default: ``"the graph"``
 
     Raises:
         Damaged: for another format, numbers that are not finite, and indices out of range.
     """
-    graph = _Graph(circuit, place)
+    graph = _Graph(circuit, path)
     graph.of_tokens()
     graph.of_stream()
     graph.of_edges()
@@ -55,9 +55,9 @@ def check_circuit(circuit: Any, place: str = "the graph") -> None:
 
 
 class _Graph:
-    def __init__(self, held: Any, place: str) -> None:
-        self.place = place
-        self.held: Mapping[str, Any] = read(Mapping[str, Any], held, place)
+    def __init__(self, held: Any, path: str) -> None:
+        self.path = path
+        self.held: Mapping[str, Any] = read(Mapping[str, Any], held, path)
         self.require(self.held.get("format") == FORMAT, "format", FORMAT)
         self.T = len(self.read(tuple[str, ...], "tokens"))
         layers = self.read(tuple[Mapping[str, Any], ...], "layers")
@@ -66,14 +66,14 @@ class _Graph:
         self.require(self.W > 0, "layers", "one or more")
         for i, layer in enumerate(layers):
             for name, kind in (("name", str), ("kind", str), ("heads", int)):
-                read(kind, layer.get(name), f"{place}.layers[{i}].{name}")
+                read(kind, layer.get(name), f"{path}.layers[{i}].{name}")
 
     def require(self, is_right: bool, name: str, expected: str) -> None:
         if not is_right:
-            raise Damaged(f"{self.place}.{name}", self.held.get(name), expected)
+            raise Damaged(f"{self.path}.{name}", self.held.get(name), expected)
 
     def read(self, kind: Any, name: str) -> Any:
-        return read(kind, self.held.get(name), f"{self.place}.{name}")
+        return read(kind, self.held.get(name), f"{self.path}.{name}")
 
     def of_tokens(self) -> None:
         at, cause = self.read(int, "at"), self.read(int | None, "cause")
@@ -85,8 +85,8 @@ class _Graph:
         is_right = len(relevance) == self.T and all(map(math.isfinite, relevance))
         self.require(is_right, "relevance", f"{self.T} finite numbers")
         score = self.read(Mapping[str, Any], "score")
-        value = read(float, score.get("value"), f"{self.place}.score.value")
-        read(str, score.get("of"), f"{self.place}.score.of")
+        value = read(float, score.get("value"), f"{self.path}.score.value")
+        read(str, score.get("of"), f"{self.path}.score.of")
         self.require(math.isfinite(value), "score", "a finite value")
 
     def of_stream(self) -> None:
@@ -100,28 +100,28 @@ class _Graph:
         rows = self.read(tuple[Any, ...], "edges")
         self.require(len(rows) <= MOST_EDGES, "edges", f"at most {MOST_EDGES:,}")
         for i, row in enumerate(rows):
-            place = f"{self.place}.edges[{i}]"
+            path = f"{self.path}.edges[{i}]"
             expected = "[layer, from, to, relevance, its heads, mix or shift]"
             if not isinstance(row, (list, tuple)) or not 4 <= len(row) <= 6:
-                raise Damaged(place, row, expected)
-            heads = read(tuple[float, ...] | None, row[4] if len(row) > 4 else None, place)
+                raise Damaged(path, row, expected)
+            heads = read(tuple[float, ...] | None, row[4] if len(row) > 4 else None, path)
             kind = row[5] if len(row) > 5 else MIX
-            numbers = read(tuple[float, ...], list(row[:4]), place)
+            numbers = read(tuple[float, ...], list(row[:4]), path)
             is_right = self._at(numbers[:2], self.W) and self._at((0, numbers[2]), 1)
             if not (is_right and _finite(numbers) and _finite(heads or ()) and kind in KINDS):
-                raise Damaged(place, row, expected)
+                raise Damaged(path, row, expected)
         ranked = self.read(int, "ranked")
         self.require(0 <= ranked <= len(rows), "ranked", f"0 .. {len(rows)}")
         self.require(self.read(int, "of") >= ranked, "of", "at least the ranked edges")
-        for i, path in enumerate(self.read(tuple[Mapping[str, Any], ...], "paths")):
-            place = f"{self.place}.paths[{i}]"
-            share = read(float, path.get("share"), f"{place}.share")
-            nodes = read(tuple[tuple[int, int], ...], path.get("nodes"), f"{place}.nodes")
+        for i, route in enumerate(self.read(tuple[Mapping[str, Any], ...], "paths")):
+            path = f"{self.path}.paths[{i}]"
+            share = read(float, route.get("share"), f"{path}.share")
+            nodes = read(tuple[tuple[int, int], ...], route.get("nodes"), f"{path}.nodes")
             steps = [step for step, _ in nodes]  # one twice where a token shift is passed
             is_whole = steps == sorted(steps) and {*steps} == {*range(self.W + 1)}
             is_whole = is_whole and all(self._at(node, self.W + 1) for node in nodes)
             if not (is_whole and math.isfinite(share)):
-                raise Damaged(place, path, f"a share, and a token at each of {self.W + 1} steps")
+                raise Damaged(path, route, f"a share, and a token at each of {self.W + 1} steps")
 
     def of_curve(self) -> None:
         curve = self.read(tuple[tuple[int, float], ...] | None, "curve") or ()
@@ -133,8 +133,8 @@ class _Graph:
         self.require(held is None or 0 <= held <= 1.001, "held", "a share")
         alone = self.read(Mapping[str, Any] | None, "alone")
         if alone is not None:
-            read(int, alone.get("edges"), f"{self.place}.alone.edges")
-            read(bool, alone.get("right"), f"{self.place}.alone.right")
+            read(int, alone.get("edges"), f"{self.path}.alone.edges")
+            read(bool, alone.get("right"), f"{self.path}.alone.right")
 
     def _at(self, indices: Sequence[Any], stages: int) -> bool:
         # JSON gives whole numbers.

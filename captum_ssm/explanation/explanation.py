@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,7 +13,7 @@ import numpy as np
 from captum_ssm.explanation import file as _file
 from captum_ssm.explanation import tables
 from captum_ssm.explanation.compare import difference
-from captum_ssm.explanation.parts import Example, Method, Output
+from captum_ssm.explanation.parts import ExplanationData, Output
 from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.summary import Summary, summary
 from captum_ssm.explanation.units import spans_of, summed
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Explanation:
+class Explanation(ExplanationData):
     """Examples explained by one or several methods, and all that made them.
 
     It is plain data: tokens, predictions and NumPy arrays. :func:`captum_ssm.explain` makes one;
@@ -48,13 +48,6 @@ class Explanation:
         >>> again.examples[0].text
         'w3 w4 w5 w6'
     """
-
-    title: str
-    model: str
-    methods: tuple[Method, ...]
-    examples: tuple[Example, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         names = ", ".join(method.name for method in self.methods)

@@ -33,7 +33,7 @@ def save(fields: Mapping[str, Any], path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".json":
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .json.")
-    check_place(path)
+    check_writable(path)
     tensors = map_tensors({e: explained.maps for e, explained in enumerate(fields["examples"])})
     text = encoded({"format": f"{FORMAT}/{VERSION}", **fields})
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
@@ -63,7 +63,7 @@ def encoded(held: Any) -> str:
         raise ValueError(f"the explanation cannot be written as JSON: {error}.") from error
 
 
-def check_place(path: str | Path) -> Path:
+def check_writable(path: str | Path) -> Path:
     """The path of a file to be written, whose folder is there.
 
     Raises:
@@ -84,7 +84,7 @@ def check_place(path: str | Path) -> Path:
 
 
 def page_or_file(make: Callable[[], str], path: str | Path | None) -> str | None:
-    """A page, or None where it is written to a file, whose place is checked before it is made.
+    """A page, or None where it is written to a file, whose path is checked before it is made.
 
     A notebook or a prompt would show what is returned: all of the page's source.
 
@@ -93,7 +93,7 @@ def page_or_file(make: Callable[[], str], path: str | Path | None) -> str | None
     """
     if path is None:
         return make()
-    file = check_place(path)
+    file = check_writable(path)
     file.write_text(make(), encoding="utf-8", newline="\n")
     return None
 
@@ -201,10 +201,10 @@ def _put_maps(path: Path, examples: Sequence[Any]) -> None:
         arrays = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{printable(str(file))} is damaged: {error}.") from error
-    for place, kind in maps:
+    for where, kind in maps:
         layers = kind.get("layers") if isinstance(kind, dict) else None
-        layers = read(tuple[str, ...], layers, f"maps {place}.layers")
-        missing = [layer for layer in layers if f"{place}/{layer}" not in arrays]
+        layers = read(tuple[str, ...], layers, f"maps {where}.layers")
+        missing = [layer for layer in layers if f"{where}/{layer}" not in arrays]
         if missing:
-            raise Damaged(f"maps {place}.layers", missing, "layers of the file of maps")
-        kind["layers"] = {layer: arrays[f"{place}/{layer}"] for layer in layers}
+            raise Damaged(f"maps {where}.layers", missing, "layers of the file of maps")
+        kind["layers"] = {layer: arrays[f"{where}/{layer}"] for layer in layers}

@@ -66,7 +66,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model may put out at one place, and how likely it is there.
+    """What the model may put out at one position, and how likely it is there.
 
     Args:
         text (str): the token's text, the class's label, or a part of the text.
@@ -119,7 +119,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Output:
-    """One place at which the model puts something out.
+    """One position at which the model puts something out.
 
     Args:
         position (int, optional): the token at which it is read; the answer follows it, or is its
@@ -370,3 +370,15 @@ class Method:
     note: str
     adds_up: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ExplanationData:
+    """What an :class:`Explanation` holds, for the modules that it is built on."""
+
+    title: str
+    model: str
+    methods: tuple[Method, ...]
+    examples: tuple[Example, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)

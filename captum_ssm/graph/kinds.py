@@ -28,7 +28,7 @@ CONSTANT = frozenset(
     )
 )
 # The inputs that relevance can go to, where the others are coefficients: denominators, matrices
-# that are inverted, weights, logarithms, places.
+# that are inverted, weights, logarithms, indices.
 FOLLOWED = {
     **dict.fromkeys(("Addcdiv", "Lerp"), (0, 1)),
     **dict.fromkeys(("CholeskySolve", "Copysign", "Div", "GridSampler2D", "GridSampler3D"), (0,)),
@@ -168,13 +168,13 @@ def _is_partly_inverse(exponent: Any) -> bool:
     return torch.is_tensor(exponent) and bool((exponent.real < 0).any())
 
 
-def _inputs_in(node: Node, places: Iterable[int]) -> list[tuple[Node, str | None]]:
+def _inputs_in(node: Node, indices: Iterable[int]) -> list[tuple[Node, str | None]]:
     # Some inputs of a node, and its kind where relevance does not go on to them. Nothing is left
     # of what was overwritten.
     followed, inputs, kind = followed_by(node), node.next_functions, kind_of(node)
-    places = [i for i in places if i in followed or kind != COPY_SLICES]
+    indices = [i for i in indices if i in followed or kind != COPY_SLICES]
     return [
-        (inputs[i][0], None if i in followed else kind) for i in places if inputs[i][0] is not None
+        (inputs[i][0], None if i in followed else kind) for i in indices if inputs[i][0] is not None
     ]
 
 

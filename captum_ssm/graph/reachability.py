@@ -57,7 +57,7 @@ def members(bits: int) -> Iterator[int]:
     return (i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
-def is_read_past(later: Point, earlier: Point, *between: Point) -> bool:
+def is_read_around(later: Point, earlier: Point, *between: Point) -> bool:
     """Whether one point depends on another by another way too than through points between them."""
     return earlier.edge.node in nodes_before(
         [later.edge.node], {point.edge.node for point in between}

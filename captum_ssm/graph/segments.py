@@ -100,18 +100,18 @@ class Joints:
     Args:
         stream (list of GradientEdge): before no other joint, and of no finer tokens than the
             mixers': the residual stream around them.
-        past (list of GradientEdge): the others, by which something skips what leads to the mixers.
+        skips (list of GradientEdge): the others, by which something skips what leads to the mixers.
         leaves (frozenset of int): those that are read by no joint.
     """
 
     stream: list[GradientEdge]
-    past: list[GradientEdge]
+    skips: list[GradientEdge]
     leaves: frozenset[int]
 
     @property
     def edges(self) -> list[GradientEdge]:
         """All of them."""
-        return [*self.stream, *self.past]
+        return [*self.stream, *self.skips]
 
 
 class Around:
@@ -144,10 +144,10 @@ class Around:
             Side(
                 edge,
                 self._graph.read_by(edge),
-                all(is_factor for _, is_factor in places),
-                tuple(node for node, _ in places),
+                all(is_factor for _, is_factor in nodes),
+                tuple(node for node, _ in nodes),
             )
-            for edge, places in joining.items()
+            for edge, nodes in joining.items()
         ]
 
     @property

@@ -1,4 +1,4 @@
-"""How strongly tokens read earlier ones, where no token is simply the one in its place."""
+"""How strongly tokens read earlier ones, where no token is simply the one at its position."""
 
 from __future__ import annotations
 

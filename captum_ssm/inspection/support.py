@@ -253,8 +253,8 @@ def between(frozen: FrozenModel) -> str:
                 notes.append(f"{step.tokens} tokens chosen of {link.count}")
     if wiring.gates:
         notes.append(f"what {wiring.gates} returned is only a gate of what others hold")
-    if wiring.past:
-        notes.append(wiring.past)
+    if wiring.unheld:
+        notes.append(wiring.unheld)
     if wiring.neighbor_share:
         share = wiring.neighbor_percent
         notes.append(f"tokens read up to {share} from one another, which no map shows")

@@ -84,7 +84,7 @@ class Support:
         between (str): what lies between them.
         methods (dict of str to str): by name, why it does not work; None where it does.
         held (float, optional): the share of what the score reads that the maps of the mixers hold;
-            the rest goes past them, and only a rollout and MambaLRP follow it. Default: 1.0
+            the rest goes around them, and only a rollout and MambaLRP follow it. Default: 1.0
         outside (dict of str to int, optional): the largest modules with weights that hold no mixer,
             counted by class. Default: ``{}``
         mixing (dict of str to int, optional): those of them in which tokens act on one another,

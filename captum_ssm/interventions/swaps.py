@@ -103,13 +103,13 @@ class _Text:
     batch_size: int
 
     def logits(self, prompt: Tensor, words: Tensor) -> Tensor:
-        # What is predicted at the place of each word of texts with words (n, T): (n, T, V).
+        # What is predicted at the position of each word of texts with words (n, T): (n, T, V).
         ids = torch.cat([prompt.expand(len(words), -1), words[:, :-1]], 1)
         named = {"use_cache": False} if "use_cache" in parameter_names(self.module) else {}
         return extract_logits(self.module(ids, **named))[:, -words.shape[1] :]
 
     def swapped(self, swaps: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        # The logits (T, V) with another token at one place, for each place and token.
+        # The logits (T, V) with another token at one position, for each position and token.
         for start in range(0, len(swaps), self.batch_size):
             batch = torch.tensor(swaps[start : start + self.batch_size], device=self.words.device)
             words = self.words.repeat(len(batch), 1)

@@ -42,8 +42,8 @@ def operation(
     torch.library.define(name, schema[schema.index("(") :])
     arguments = re.findall(r"(\w+)[,)]", schema[: schema.index("->")])
     of_container = {field.name for field in fields(container)}
-    places = [k for k, argument in enumerate(arguments) if argument in of_container]
-    first, last = places[0], places[-1] + 1
+    indices = [k for k, argument in enumerate(arguments) if argument in of_container]
+    first, last = indices[0], indices[-1] + 1
 
     def gathered(args: Sequence[Any]) -> tuple[Any, ...]:
         return (*args[:first], container(*args[first:last]), *args[last:])

@@ -71,18 +71,18 @@ def _row_scores(scores: Tensor, truth: Tensor, keep: Tensor) -> Tensor:
     kept = keep.gather(-1, order)
     hits, misses = right.cumsum(-1).double(), (kept & ~right).cumsum(-1).double()
     # Tokens of one score share a threshold: each counts as if it were the last of them.
-    place = torch.arange(scores.shape[-1], device=scores.device)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
     is_last = torch.nn.functional.pad(ranked.diff(dim=-1) != 0, (0, 1), value=True)
-    last = torch.where(is_last, place, place[-1]).flip(-1).cummin(-1).values.flip(-1)
+    last = torch.where(is_last, rank, rank[-1]).flip(-1).cummin(-1).values.flip(-1)
     through = misses.gather(-1, last)
     is_first = torch.nn.functional.pad(ranked.diff(dim=-1) != 0, (1, 0), value=True)
-    first = torch.where(is_first, place, 0).cummax(-1).values
+    first = torch.where(is_first, rank, 0).cummax(-1).values
     before = torch.nn.functional.pad(misses, (1, 0)).gather(-1, first)
     hits = hits.gather(-1, last)
     precision = hits / (hits + through).clamp(min=1)
     auc = 1 - (right * (before + through) / 2).sum(-1) / (marked * others)
     ap = (right * precision).sum(-1) / marked
-    recall = (right & (place < marked[:, None])).sum(-1).double() / marked
+    recall = (right & (rank < marked[:, None])).sum(-1).double() / marked
     return torch.stack([auc, ap, recall], -1)
 
 

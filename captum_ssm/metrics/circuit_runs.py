@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr.flow.edge import Edge
-from captum_ssm.attr.flow.edges import RANKINGS, RelevanceEdges
+from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import one_query
@@ -18,6 +18,7 @@ from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import only, repeated
 from captum_ssm.metrics.logits import classes
 from captum_ssm.mixers.call import bound_arguments
+from captum_ssm.operators.top import ORDERS
 from captum_ssm.utils.integers import as_index, count_of
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -155,8 +156,8 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
         ValueError: for an unknown ranking, or maps of another shape or with NaN.
         TypeError: for something else than edges.
     """
-    if by not in RANKINGS:
-        raise ValueError(f"by is {by!r}; expected one of {RANKINGS}.")
+    if by not in ORDERS:
+        raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
     if isinstance(edges, RelevanceEdges):
         listed = edges.top(k, by=by)
     elif isinstance(edges, Mapping):

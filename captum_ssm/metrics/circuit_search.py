@@ -161,8 +161,8 @@ def shared_top(edges: RelevanceEdges, k: int) -> list[Edge]:
             size, mean = tile.abs().mean(0).flatten(), tile.mean(0).flatten()
             best, at = size.topk(min(k, len(size)))
             at = at[best > 0]
-            places = zip((start + at // L).tolist(), (at % L).tolist(), strict=True)
-            sized = zip(best.tolist(), places, mean[at].tolist(), strict=False)
+            entries = zip((start + at // L).tolist(), (at % L).tolist(), strict=True)
+            sized = zip(best.tolist(), entries, mean[at].tolist(), strict=False)
             candidates += [(s, Edge(name, i, j, value)) for s, (i, j), value in sized]
     return [edge for _, edge in sorted(candidates, key=lambda one: -one[0])[:k]]
 

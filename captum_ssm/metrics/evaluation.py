@@ -103,7 +103,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _map(function: Callable[..., Tensor], *parts: Any) -> Any:
-    # The function of the tensors at the same place in each of the parts.
+    # The function of the tensors at the same index in each of the parts.
     first = parts[0]
     if isinstance(first, dict):
         return {name: _map(function, *(part[name] for part in parts)) for name in first}

@@ -100,9 +100,9 @@ def find_circuit(
     k. Then edges that it does not need are removed, until none can be removed alone. Each step is a
     run of the model. A set with fewer edges may exist, and several small ones may do.
 
-    Of several examples it is one circuit that all of them share: edges between the same places,
+    Of several examples it is one circuit that all of them share: edges between the same positions,
     ranked by their mean size, that suffice in every example. That asks for examples whose tokens
-    play the same parts at the same places, such as one sentence with other names.
+    play the same parts at the same positions, such as one sentence with other names.
     :func:`find_circuits` finds one for each example.
 
     Args:
@@ -151,7 +151,7 @@ def find_circuit(
     if not (isinstance(prune, bool) or prune in PRUNINGS):
         raise ValueError(f"prune is {prune!r}; expected True, False or one of {PRUNINGS}.")
     request = Request.of(forward_func, model, inputs, additional_forward_args)
-    target, position = _placed(target, position)
+    target, position = _with_position(target, position)
     reference = _reference(request, reference_inputs, formulation)
     removal = {"coefficients": "whole"} if reference is None else {"ablation": reference}
     runs = CircuitRuns.of(
@@ -222,7 +222,7 @@ def find_circuits(
         2
     """
     request = Request.of(forward_func, model, inputs, additional_forward_args)
-    target, position = _placed(target, position)
+    target, position = _with_position(target, position)
     runs = CircuitRuns.of(request, target, foil, position=position)
     reference = _reference(request, reference_inputs, options.get("formulation", "hidden"))
     circuits = []
@@ -244,7 +244,7 @@ def find_circuits(
     return circuits
 
 
-def _placed(target: Any, position: Any) -> tuple[Any, Any]:
+def _with_position(target: Any, position: Any) -> tuple[Any, Any]:
     # The answer and the token at which it is read.
     if not isinstance(target, tuple) or len(target) != 2:
         return target, position

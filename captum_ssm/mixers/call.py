@@ -15,7 +15,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.linear_layers import is_plain, width_of
 from captum_ssm.mixers.past import Past, by_channel
 from captum_ssm.utils.blocks import contextmanager
-from captum_ssm.utils.clones import address
+from captum_ssm.utils.clones import address, is_same
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in
@@ -280,7 +280,7 @@ class LinearCalls:
             # Under autocast a layer returns another dtype than it was given.
             alike = inputs.dtype == x.dtype == result.dtype and inputs.shape == x.shape
             is_module = isinstance(known, nn.Module)
-            if alike and (known is layer if is_module else _are_one(known, layer.weight)):
+            if alike and (known is layer if is_module else is_same(known, layer.weight)):
                 is_it = inputs.is_set_to(x) or torch.equal(inputs, x)
                 is_it = is_it and result._version == version and _is_linear(known, inputs, result)
                 return result if is_it else None
@@ -293,12 +293,6 @@ class LinearCalls:
             if of_layer and result.is_set_to(output) and result._version == version:
                 return inputs if _is_linear(layer, inputs, result) else None
         return None
-
-
-def _are_one(weight: Tensor, other: Tensor) -> bool:
-    # Whether two weights are one, or one is a copy of the other for the time of a run.
-    same = weight.shape == other.shape and weight.stride() == other.stride()
-    return same and weight.dtype == other.dtype and address(weight) == address(other)
 
 
 def _is_linear(layer: Any, inputs: Tensor, result: Tensor) -> bool:

@@ -54,9 +54,9 @@ class Past:
         self._kept.append(x)
 
     def recall(self, x: Tensor, count: int, ahead: int = 0) -> Tensor:
-        """What was kept in the place of the next, ``(B, count, D)`` for ``x (B, L, D)``.
+        """What was kept for the next, ``(B, count, D)`` for ``x (B, L, D)``.
 
-        Zeros at first; that of so many places further with ``ahead``.
+        Zeros at first; that of so many tokens further with ``ahead``.
         """
         B, _, D = x.shape
         k = len(self._kept) + ahead

@@ -17,8 +17,8 @@ from captum_ssm.mixers.past import Past, past_of
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.copies import original
 
-Freeze = Callable[[MixerCall], FrozenMixer]
-_REGISTRY: dict[str, Freeze] = {}
+Adapter = Callable[[MixerCall], FrozenMixer]
+_REGISTRY: dict[str, Adapter] = {}
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Known:
             its adapter computes. Default: None
     """
 
-    adapter: Freeze | None = None
+    adapter: Adapter | None = None
     is_of_its_name: bool | None = None
     miss: str = ""
     searched: frozenset[Any] = frozenset()
@@ -135,14 +135,14 @@ def learn_projection(module: nn.Module, mixer: FrozenMixer) -> None:
     known_of(module).projection = next(layers, None) if mixer.out_gate is None else None
 
 
-def adapts(*names: str) -> Callable[[Freeze], Freeze]:
+def adapts(*names: str) -> Callable[[Adapter], Adapter]:
     """Register one of the library's own adapters, by the names of its classes.
 
     Raises:
         ValueError: for a name that already has an adapter.
     """
 
-    def register(function: Freeze) -> Freeze:
+    def register(function: Adapter) -> Adapter:
         for name in names:
             if name in _REGISTRY:
                 both = [f"{f.__module__}.{f.__name__}" for f in (_REGISTRY[name], function)]
@@ -156,7 +156,7 @@ def adapts(*names: str) -> Callable[[Freeze], Freeze]:
     return register
 
 
-def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
+def register_mixer(module_type: type[nn.Module] | str, freeze: Adapter | None = None) -> Any:
     """Register a mixer class, with the function that freezes a recorded call of it.
 
     Args:
@@ -195,7 +195,7 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
             f"module_type is {kind}; expected a module class or its dotted name, a str."
         )
 
-    def register(function: Freeze) -> Freeze:
+    def register(function: Adapter) -> Adapter:
         if not callable(function):
             raise TypeError(
                 f"freeze is a {type(function).__name__}; expected a function that takes a "
@@ -207,7 +207,7 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
     return register if freeze is None else register(freeze)
 
 
-def find_adapter(module: nn.Module) -> Freeze | None:
+def find_adapter(module: nn.Module) -> Adapter | None:
     """The registered ``freeze`` for the class of ``module`` or its nearest base class, if any.
 
     For a module of another class, the one that was found when its model ran.
@@ -224,7 +224,7 @@ def find_adapter(module: nn.Module) -> Freeze | None:
     return known.adapter if of_class is None else of_class
 
 
-def _registered(module: nn.Module) -> Freeze | None:
+def _registered(module: nn.Module) -> Adapter | None:
     # The adapter of the module's own class, or of the nearest base of it.
     cls = type(module)
     names = _NAMES.get(cls)
@@ -250,12 +250,12 @@ def may_be_namesake(module: nn.Module) -> bool:
     return is_open and not is_named and is_own(_registered(module))
 
 
-def is_own(freeze: Freeze | None) -> bool:
+def is_own(freeze: Adapter | None) -> bool:
     """Whether an adapter is one of the library's own."""
     return (getattr(freeze, "__module__", None) or "").startswith("captum_ssm.")
 
 
-def own_adapters() -> list[Freeze]:
+def own_adapters() -> list[Adapter]:
     """The library's own adapters, each once."""
     return [freeze for freeze in dict.fromkeys(_REGISTRY.values()) if is_own(freeze)]
 
@@ -267,7 +267,7 @@ def how_known(module: nn.Module) -> str:
     return "registered" if by_class else getattr(adapter, "known", "recognized")
 
 
-def remember(adapters: Mapping[nn.Module, Freeze]) -> None:
+def remember(adapters: Mapping[nn.Module, Adapter]) -> None:
     """Let :func:`find_adapter` find these adapters of single modules."""
     for module, freeze in adapters.items():
         known_of(module).adapter = freeze
@@ -342,7 +342,7 @@ def past_before(call: MixerCall) -> Past | None:
     return past
 
 
-def frozen_by(adapter: Freeze, call: MixerCall) -> FrozenMixer:
+def frozen_by(adapter: Adapter, call: MixerCall) -> FrozenMixer:
     """A call's mixer, frozen by an adapter.
 
     Raises:

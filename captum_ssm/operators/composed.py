@@ -17,7 +17,7 @@ from captum_ssm.operators.conv import (
     depthwise_conv,
     depthwise_conv_transpose,
     join_taps,
-    tap_places,
+    tap_columns,
 )
 from captum_ssm.operators.factors import product as product
 from captum_ssm.operators.factors import sum_of as sum_of
@@ -327,7 +327,7 @@ class ConvolvedOperator(AroundOperator):
     @property
     def _by_tap(self) -> Iterator[tuple[TokenOperator, Tensor]]:
         # An operator for each tap, and the columns (L,) that its own are part of, -1 for none.
-        for tap, at in tap_places(self.taps, self.length, self.grid):
+        for tap, at in tap_columns(self.taps, self.length, self.grid):
             factor = torch.where(at[:, None] >= 0, tap, 0).expand(*self.sizes[:3])
             if self.right is not None:
                 factor = factor * self.right[:, at.clamp(min=0)]

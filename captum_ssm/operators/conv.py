@@ -49,7 +49,7 @@ def conv_columns(rows: Tensor, taps: Tensor, grid: tuple[int, int] | None = None
     return out
 
 
-def tap_places(
+def tap_columns(
     taps: Tensor, length: int, grid: tuple[int, int] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tap ``(D,)``, and the token ``(L,)`` that it reads at each token, -1 for none."""

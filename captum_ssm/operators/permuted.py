@@ -43,7 +43,7 @@ class _OverTokens(AroundOperator):
     @cached_property
     def position(self) -> Tensor:
         """``(L,)``: which of the outputs lands on each token, -1 for none."""
-        return place_of(self.lands, self.tokens)
+        return inverted(self.lands, self.tokens)
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._joined(self.inner.matvec(self._split(v, self.enters)), self.position)
@@ -90,7 +90,7 @@ class _OverTokens(AroundOperator):
     @cached_property
     def _read(self) -> Tensor:
         # Where each token is read, (L,), -1 for nowhere.
-        return self.position if self.enters is self.lands else place_of(self.enters, self.tokens)
+        return self.position if self.enters is self.lands else inverted(self.enters, self.tokens)
 
     def _split(self, x: Tensor, at: Tensor) -> Tensor:
         return picked(x, at).reshape(-1, self.inner.length, *x.shape[2:])
@@ -164,11 +164,11 @@ class PermutedOperator(_OverTokens):
         return len(self.order)
 
 
-def place_of(at: Tensor, tokens: int) -> Tensor:
+def inverted(at: Tensor, tokens: int) -> Tensor:
     """Where each of so many tokens is in ``at (l,)``, which holds -1 too; -1 for nowhere."""
-    place = torch.full((tokens + 1,), -1, device=at.device)
-    place[at] = torch.arange(len(at), device=at.device)  # -1 writes to the last one
-    return place[:tokens]
+    inverse = torch.full((tokens + 1,), -1, device=at.device)
+    inverse[at] = torch.arange(len(at), device=at.device)  # -1 writes to the last one
+    return inverse[:tokens]
 
 
 def picked(x: Tensor, at: Tensor, fill: float = 0, *, axis: int = 1) -> Tensor:
@@ -182,6 +182,6 @@ def picked(x: Tensor, at: Tensor, fill: float = 0, *, axis: int = 1) -> Tensor:
     return tokens.masked_fill(is_none.view(shape), fill)
 
 
-def placed(x: Tensor, at: Tensor, tokens: int, fill: float = 0) -> Tensor:
+def scattered(x: Tensor, at: Tensor, tokens: int, fill: float = 0) -> Tensor:
     """``x (B, l, ...)`` laid at the tokens ``at (l,)`` of ``(B, L, ...)``; -1 for nowhere."""
-    return picked(x, place_of(at, tokens), fill)
+    return picked(x, inverted(at, tokens), fill)

@@ -59,7 +59,7 @@ def top_entries(operator: Any, k: int, by: str = "size", *, between: bool = Fals
             largest.take(start, operator.row_tile(start, stop) * D)
     ones = torch.ones(B, L, D, dtype=operator.dtype, device=operator.device)
     total = operator.matvec(ones).double().sum((1, 2)) - largest.values.double().sum(1)
-    return TopEntries(largest.values, *largest.places, total.to(operator.dtype))
+    return TopEntries(largest.values, *largest.indices, total.to(operator.dtype))
 
 
 class _Largest:
@@ -72,7 +72,7 @@ class _Largest:
         self.at = torch.zeros(operator.batch, 0, dtype=torch.int64, device=operator.device)
 
     @property
-    def places(self) -> tuple[Tensor, Tensor]:
+    def indices(self) -> tuple[Tensor, Tensor]:
         return self.at // self.length, self.at % self.length
 
     def may_gain(self, bounds: Tensor) -> bool:

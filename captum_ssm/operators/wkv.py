@@ -33,7 +33,7 @@ def wkv_state(key: Tensor, decay: Tensor) -> DiagonalOperator:
 def wkv_operator(
     key: Tensor, decay: Tensor, bonus: Tensor, *, two_way: bool = False
 ) -> SumOperator:
-    """WKV: the past, the current token and, where it goes two ways, what comes after.
+    """WKV: earlier tokens, the current token and, where it goes two ways, what comes after.
 
     Args:
         key (Tensor): k, ``(B, L, D)``.
@@ -53,9 +53,9 @@ def wkv_operator(
         before.append(_before(key.flip(1), decay).flip(1))
     itself = key + bonus
     top = torch.stack([itself, *before]).amax(0)
-    parts: list[TokenOperator] = [_past(key, decay, top)]
+    parts: list[TokenOperator] = [_earlier(key, decay, top)]
     if two_way:
-        parts.append(PermutedOperator(_past(key.flip(1), decay, top.flip(1)), backward))
+        parts.append(PermutedOperator(_earlier(key.flip(1), decay, top.flip(1)), backward))
     parts.append(SkipOperator(torch.exp(itself - top)))
     total = SumOperator(tuple(parts)).matvec(torch.ones_like(key))
     return SumOperator(tuple(part.scaled(1 / total, None) for part in parts))
@@ -74,7 +74,7 @@ def _before(key: Tensor, decay: Tensor) -> Tensor:
     return torch.cat([torch.full_like(peak[:, :1], -torch.inf), peak[:, :-1]], 1)
 
 
-def _past(key: Tensor, decay: Tensor, top: Tensor) -> TokenOperator:
+def _earlier(key: Tensor, decay: Tensor, top: Tensor) -> TokenOperator:
     # exp(-top) times the state before each token: that of the recurrence, one token later.
     D = key.shape[-1]
     before = _before(key, decay)

@@ -126,13 +126,13 @@ class Clones:
             return None
         with torch._C.DisableTorchFunctionSubclass():
             x = x.detach().as_subclass(Tensor)
-            place = x.untyped_storage()._cdata
-            if place not in self._kept:
+            storage = x.untyped_storage()._cdata
+            if storage not in self._kept:
                 try:
-                    self._kept[place] = torch._lazy_clone(x).untyped_storage()
+                    self._kept[storage] = torch._lazy_clone(x).untyped_storage()
                 except (AttributeError, RuntimeError):  # memory of another kind
-                    self._kept[place] = None
-            return self._kept[place]
+                    self._kept[storage] = None
+            return self._kept[storage]
 
 
 @dataclass
@@ -141,7 +141,7 @@ class _Shared:
     # began, its version, what keeps its values, and what else a run may set of it.
     tensor: Tensor
     alias: Tensor
-    place: int
+    start: int
     version: int
     kept: torch.UntypedStorage | None
     requires_grad: bool
@@ -160,7 +160,7 @@ class _Shared:
     def is_exchanged(self) -> bool:
         # A run may convert a module that it calls (`self.layer.to(x.dtype)`).
         x, before = self.tensor, self.alias
-        return memory(x) != self.place or _form(x) != _form(before)
+        return memory(x) != self.start or _form(x) != _form(before)
 
     @torch.no_grad()
     def put_back(self) -> bool:
@@ -191,6 +191,12 @@ def memory(x: Tensor) -> int:
 def address(x: Tensor) -> int:
     """Where a tensor's values begin in memory."""
     return memory(x) + int(x.storage_offset()) * x.itemsize
+
+
+def is_same(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, as a detached one is."""
+    same = x.shape == other.shape and x.stride() == other.stride()
+    return same and x.dtype == other.dtype and address(x) == address(other)
 
 
 def version_of(x: Tensor) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-Place = tuple[int, int]  # of a node: its stage and its token
+FlowNode = tuple[int, int]  # of a node: its stage and its token
 
 WIDEST, THINNEST = 26.0, 0.8  # of nodes and edges
 LEFT, RIGHT = 62.0, 10.0  # room for the names of layers
@@ -28,8 +28,8 @@ class FlowLink:
         is_kept (bool): whether it is what a token keeps.
     """
 
-    source: Place
-    target: Place
+    source: FlowNode
+    target: FlowNode
     value: float
     low: float
     is_kept: bool = False
@@ -86,7 +86,7 @@ class FlowLayout:
         self._ends()
         self._rows()
 
-    def _told(self) -> list[Place]:
+    def _told(self) -> list[FlowNode]:
         # The path that is asked for, or the likeliest from another token than the output's.
         paths = [[(s, t) for s, t in path["nodes"]] for path in self.data["paths"]]
         if self.path is not None:
@@ -143,8 +143,8 @@ class FlowLayout:
 
     def _sides(self) -> None:
         # What arrives at each node, and what leaves it, from left to right.
-        self.into: dict[Place, list[FlowLink]] = {}
-        self.out: dict[Place, list[FlowLink]] = {}
+        self.into: dict[FlowNode, list[FlowLink]] = {}
+        self.out: dict[FlowNode, list[FlowLink]] = {}
         links = [link for link in self.links if not link.is_shift]
         for link in sorted(links, key=lambda one: one.source[1]):
             self.into.setdefault(link.target, []).append(link)
@@ -189,7 +189,7 @@ class FlowLayout:
         if skipped[-1]:
             self.gaps.append((x + gap / 2, skipped[-1]))
 
-    def node_width(self, node: Place) -> float:
+    def node_width(self, node: FlowNode) -> float:
         """As wide as its relevance, or as what is drawn at it."""
         return max(
             3.0,

@@ -13,7 +13,7 @@ from matplotlib.path import Path
 from captum_ssm.attr.flow.graph import FORMAT, FlowGraph
 from captum_ssm.utils.colors import FAINT, INK, LINE, PAPER, SOFT, SUNKEN
 from captum_ssm.visualization.figure import LARGE, NORMAL, SMALL, printable
-from captum_ssm.visualization.flow_layout import FlowBand, FlowLayout, FlowLink, Place
+from captum_ssm.visualization.flow_layout import FlowBand, FlowLayout, FlowLink, FlowNode
 from captum_ssm.visualization.palette import relevance_colors, signed
 from captum_ssm.visualization.text import readable_tokens
 
@@ -79,9 +79,9 @@ def flow_graph(
     axes.set(xlim=(0, drawn.width), ylim=(0, drawn.height + head))
     axes.set_axis_off()
     if title:
-        place = 8, drawn.height + head - 8
+        corner = 8, drawn.height + head - 8
         options: dict[str, Any] = {"va": "top", "fontsize": LARGE, "weight": "bold", "color": INK}
-        axes.text(*place, printable(title), **options)
+        axes.text(*corner, printable(title), **options)
     _ground(axes, drawn)
     _links(axes, drawn)
     _path(axes, drawn)
@@ -143,7 +143,7 @@ def _links(axes: Any, drawn: FlowLayout) -> None:
             _node(axes, drawn, node)
 
 
-def _node(axes: Any, drawn: FlowLayout, node: Place) -> None:
+def _node(axes: Any, drawn: FlowLayout, node: FlowNode) -> None:
     width, x, y = drawn.node_width(node), drawn.x[node[1]], drawn.y[node[0]]
     color = _color(drawn.values.get(node, 0.0), 0.84)
     box = (x - width / 2, y - 2.5), width, 5.0

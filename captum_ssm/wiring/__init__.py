@@ -15,9 +15,9 @@ token in the same position, one other token, or token weights. Together they are
 
 - A *step* is one mixer, or several that run side by side.
 - A *cut* is where the graph was taken apart: a mixer's input and output, or the model's input.
-- *Around* means by a way that goes past a mixer. One analysis of the graph finds what joins on the
-  way from a mixer to what reads it (:class:`~captum_ssm.graph.segments.Around`). What it is made of
-  tells what it is: a residual stream, a skip from other tokens, or an earlier state once more.
+- *Around* means by a way that does not pass a mixer. One analysis of the graph finds what joins on
+  the way from a mixer to what reads it (:class:`~captum_ssm.graph.segments.Around`). What that is
+  made of tells what it is: a residual stream, a skip from other tokens, or an earlier state again.
 - A *leak* is what moves between tokens with no mixer in between. It has to be nothing, or known.
 
 The files, in the order to read them: ``cuts`` (a run, cut), ``mixer_graph`` (its pieces),

@@ -16,8 +16,8 @@ from captum_ssm.graph.token_weights import WIDE, TokenWeights, WeightsThroughSte
 
 # Backward passes through the first layers, at most, for the shares of features.
 _PROBES, _COARSE = 64, 8
-# Passes for the shares in which tokens are read past one another.
-_PAST = 32
+# Passes for the shares in which tokens are read around one another.
+_PASSES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
 
 def shares(ways: Sequence[TokenWeights]) -> list[Tensor]:
     """The parts ``(B, T)`` in which tokens are read by these ways, by the norms of their rows."""
-    return portions([way.row_norms(_PAST).view(way.batch, -1) for way in ways])
+    return portions([way.row_norms(_PASSES).view(way.batch, -1) for way in ways])
 
 
 def portions(sizes: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ whatever the score reads it reads at the tokens of some cut. Three entries are k
   there are the weights with which it reads them (:func:`weights`): of the last token, a CLS token,
   a mean, a weighted sum, attention that pools, or a head of its own for each token alike. Norms and
   probabilities count as constants. A mixer or an input that is read by another way too has
-  gradients left when these tensors are closed (:func:`read_past`).
+  gradients left when these tensors are closed (:func:`read_around`).
 - *what leaks*: all tensors that hold tokens, also those that no mixer is given, are looked at
   (:func:`token_tensors`). Gradients put in at some tokens must not arrive at others.
 - *whether autograd tells the truth*: :mod:`captum_ssm.capture.honesty` moves some tokens of the
@@ -58,8 +58,8 @@ class Gathered:
         return bool((self.source >= 0).all())
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether its tokens are those of the mixer, in their places."""
+    def keeps_positions(self) -> bool:
+        """Whether its tokens are those of the mixer, at their positions."""
         return torch.equal(self.source.cpu(), torch.arange(len(self.source)))
 
     def holds_all_of(self, leaf: Point) -> bool:

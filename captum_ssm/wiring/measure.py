@@ -1,6 +1,6 @@
 """What lies between the mixers of a model, measured on the graph that the cuts of one run left.
 
-A backward pass through it shows whether each token is handled by itself and in its place. Where it
+A backward pass through it shows whether each token is handled by itself, at its position. Where it
 is not, the order of the tokens that a mixer is given is decoded. Where there is no order, as
 between steps of different numbers of tokens, it is measured how strongly each token reads each
 earlier one.
@@ -95,12 +95,12 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         mixing.check(maps)
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
-        shares = readout.shares(output, steps, read.past)
-    past, shares, factor = readout.past_pool(steps, shares)
-    said = readout.past(past, read.again, shares[len(read.direct) :])
-    # The tokens of the output do not read what goes past: only the output as a whole does.
+        shares = readout.shares(output, steps, read.skips)
+    of_pool, shares, factor = readout.skips_of_pool(steps, shares)
+    said = readout.unheld(of_pool, read.again, shares[len(read.direct) :])
+    # The tokens of the output do not read what goes around: only the output as a whole does.
     output += tuple(
-        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in past.items()
+        (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in of_pool.items()
     )
     unknown = readout.unknown() if simple else None
     if not unknown and not (simple and readout.is_per_token):
@@ -109,13 +109,13 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
         steps,
         output,
         [graph.windows(i) for i in range(graph.end)],
-        [None if share is None else factor * share for share in (*shares, *past.values())],
+        [None if share is None else factor * share for share in (*shares, *of_pool.values())],
         maps.neighbor_share,
         maps.is_far,
         inputs=graph.inputs,
         unknown=unknown,
         main=len(read.direct),
-        past=said,
+        unheld=said,
         rows=readout.rows(),
         unread=_unread(graph),
         gates=_gates(graph),
@@ -130,7 +130,7 @@ def _steps(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
             if maps.is_simple:
                 graph.orders[i] = None
             else:
-                _place_sibling(graph, i, group[0])
+                _order_sibling(graph, i, group[0])
             graph.put(i)
         tokens = graph.tokens(group[0])
         steps.append(Step(tuple(group), reads.every, tokens, is_aside=reads.is_aside))
@@ -141,10 +141,10 @@ def _output(graph: MixerGraph, maps: TokenMaps, readout: OutputReads) -> MixerRe
     end = graph.end
     if readout.is_per_token:
         return maps.reads(end)
-    leads, past = graph.leads(end), dict[int, TokenWeights]()
+    leads, skips = graph.leads(end), dict[int, TokenWeights]()
     if not maps.is_simple and len(leads) == 1:
-        past = maps.skips.past(end, leads[0])
-    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *past)), past=past)
+        skips = maps.skips.ways(end, leads[0])
+    return MixerReads(tuple((graph.step_of[i], TokenMap()) for i in (*leads, *skips)), skips=skips)
 
 
 def _counts_agree(graph: MixerGraph, readout: OutputReads) -> bool:
@@ -183,7 +183,7 @@ def _gates(graph: MixerGraph) -> str | None:
 
 
 def _is_selected(graph: MixerGraph, i: int) -> bool:
-    # Whether the tokens of a mixer are some of earlier ones, past which the others go.
+    # Whether the tokens of a mixer are some of earlier ones, around which the others go.
     links = [link for (k, _), link in graph.links.items() if k == i]
     return any(link.source is not None for link in links)
 
@@ -207,7 +207,7 @@ class _Mixing:
         return is_mixed(known, exits, graph.orders, all_read=all_read, mask=self.mask)
 
     def unmixed(self) -> list[set[int]]:
-        # Mixers of equally many tokens, in groups in which each token is read in its place only.
+        # Mixers of equally many tokens, in groups in which each token is read at its position only.
         graph = self.graph
         by_tokens: dict[int, list[int]] = {}
         for i, leaf in graph.exits.items():
@@ -242,7 +242,7 @@ class _Mixing:
                     maps.leak(i, leaves)
 
 
-def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
+def _order_sibling(graph: MixerGraph, i: int, lead: int) -> None:
     # The order of a mixer side by side with another, by what both read, or are read by.
     entry, other = graph.entries[i], graph.entries[lead]
     if entry is not None and other is not None and entry.is_at(other):
@@ -256,18 +256,18 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
             f"{ADVICE}"
         )
     root = graph.entries[next(k for k, read in graph.direct.items() if i in read)]
-    place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
+    order = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
     for mine, theirs in _alike(graph, i, lead, root):
         both = (mine >= 0) & (theirs >= 0)
-        place[mine[both]] = theirs[both]
-        if bool((place >= 0).all()):
+        order[mine[both]] = theirs[both]
+        if bool((order >= 0).all()):
             break
     left = torch.ones(T, dtype=torch.bool)
-    left[place[place >= 0]] = False
+    left[order[order >= 0]] = False
     if int(left.sum()) == 1:
-        place[place < 0] = int(left.nonzero())
-    if torch.equal(place.sort().values, torch.arange(T)):
-        graph.orders.put(i, lead, place)
+        order[order < 0] = int(left.nonzero())
+    if torch.equal(order.sort().values, torch.arange(T)):
+        graph.orders.put(i, lead, order)
     elif root is not None and root.tokens == T:
         graph.orders[i] = graph.orders.get(lead)  # unless the check of mixing knows better
     else:

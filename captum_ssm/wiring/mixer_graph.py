@@ -190,7 +190,7 @@ class MixerGraph:
 
     def put(self, i: int) -> None:
         """Note whose tokens are those of i, a mixer whose links are known."""
-        linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_in_place]
+        linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).keeps_positions]
         self.grid_of[i] = self.grid_of[linked[0]] if linked else self.grid_of.get(self.lead(i), i)
 
     def first(self, i: int) -> int:

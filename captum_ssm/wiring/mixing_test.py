@@ -34,10 +34,10 @@ def is_mixed(
     all_read: bool = False,
     mask: Tensor | None = None,
 ) -> bool:
-    """Whether tokens that mixers are given depend on tokens of mixers and inputs in other places.
+    """Whether tokens that mixers are given depend on mixers' and inputs' tokens at other positions.
 
     So they do where some tokens of an input are read, and others, for which there is another token
-    in their place, are not. With ``all_read`` the same is asked of what mixers returned,
+    at their position, are not. With ``all_read`` the same is asked of what mixers returned,
     except for padding, where the mask ``(B, L)`` is False.
     """
     asked = [i for i in leaves if i < 0 or all_read]
@@ -209,8 +209,8 @@ def separating(count: int, generator: torch.Generator) -> list[Tensor]:
 def halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
     # Halves of the tokens and their rests, (count,) bool: where the tokens are few, such that any
     # two of them are told apart.
-    place = torch.randperm(count, generator=generator)
+    numbers = torch.randperm(count, generator=generator)
     for bit in range(max(1, (count - 1).bit_length()) if count <= _FEW else 1):
-        half = (place >> bit) & 1 == 1
+        half = (numbers >> bit) & 1 == 1
         yield half
         yield ~half

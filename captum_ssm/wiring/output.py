@@ -39,7 +39,7 @@ class OutputReads:
         self.graph, self.score, self.output = graph, score, graph.entries[graph.end]
         self.root = self.output if score is None else score
         self.pool: Point | None = None
-        # How strongly a pooled output reads what goes past these tokens, by mixer: (T,).
+        # How strongly a pooled output reads what goes around these tokens, by mixer: (T,).
         self._left: dict[int, Tensor] = {}
         # What the last tensors that hold tokens are made of, where there is no pool.
         self._gathered: frozenset[int] = frozenset()
@@ -84,7 +84,7 @@ class OutputReads:
         # Else they are of other grids, and skips.
 
     def _left_over(self, held: Sequence[Gathered]) -> dict[int, Tensor]:
-        # How strongly is read what goes past these tokens.
+        # How strongly is read what goes around these tokens.
         graph = self.graph
         strengths = self._weights(graph.leaves, [tensor.point.edge for tensor in held])
         left = {
@@ -98,12 +98,12 @@ class OutputReads:
         }
 
     def shares(
-        self, output: Sequence[Source], steps: Sequence[Step], past: Mapping[int, TokenWeights]
+        self, output: Sequence[Source], steps: Sequence[Step], skips: Mapping[int, TokenWeights]
     ) -> list[Tensor | None]:
         """The shares in which tokens after the output's steps are read: ``(B, T)``.
 
-        Where they are read from several steps past one another, they share it. ``past`` holds the
-        ways to these.
+        Where they are read from several steps around one another, they share it. ``skips`` holds
+        the ways to these.
         """
         if self.pool is not None:
             read = self._read_at(self.pool)
@@ -112,7 +112,7 @@ class OutputReads:
             return [link.rmatvec(_normalized(read)) for _, link in output]
         mixers = [s if s < 0 else steps[s].calls[0] for s, _ in output]
         read_of = [
-            strength for i in mixers if (strength := self._read_of(i, past.get(i))) is not None
+            strength for i in mixers if (strength := self._read_of(i, skips.get(i))) is not None
         ]
         whole = reduce(torch.add, [strength.sum(1) for strength in read_of], torch.zeros(()))
         if len(read_of) < len(mixers) or not bool((whole > 0).all()):
@@ -122,16 +122,16 @@ class OutputReads:
         if streams is not None:
             sums = [stream.view(self.graph.batch, -1).mean(1, keepdim=True) for stream in streams]
             shares = [share * part.to(share) for share, part in zip(shares, sums, strict=True)]
-        if past:
-            sizes = [self._read_of(i, past.get(i), power=2) for i in mixers]
+        if skips:
+            sizes = [self._read_of(i, skips.get(i), power=2) for i in mixers]
             parts = portions([size.sum(1, keepdim=True) for size in sizes if size is not None])
             shares = [share * part for share, part in zip(shares, parts, strict=True)]
         return list(shares)
 
-    def past_pool(
+    def skips_of_pool(
         self, steps: list[Step], shares: list[Tensor | None]
     ) -> tuple[dict[int, Tensor], list[Tensor | None], Tensor | float]:
-        """The shares ``(B, T)`` that a pooled output reads past its tokens, by mixer.
+        """The shares ``(B, T)`` that a pooled output reads around its tokens, by mixer.
 
         And what is then left of the ``shares`` of all that it is known to read; steps whose stream
         is among the former lose it. And a factor ``(B, 1)`` of all shares: a stream that is read as
@@ -143,7 +143,7 @@ class OutputReads:
             return {}, shares, 1.0
         left = {k: graph.in_order(k, strength) for k, strength in self._left.items()}
         # A residual stream that joins where tokens are no longer apart is one where it is read at
-        # the tokens of the mixers, and else goes past them.
+        # the tokens of the mixers, and else goes around them.
         left = {k: w for k, w in left.items() if k in self._gathered or not _is_any_alike(w, main)}
         apart = left.keys() - self._gathered if self.pool is None else set[int]()
         for s, step in enumerate(steps):
@@ -152,47 +152,47 @@ class OutputReads:
                 last = {back: max(stream, default=None) for back, stream in before.items()}
                 around = tuple(back for back, k in last.items() if k not in apart)
                 steps[s] = replace(step, around=around)
-        past = self._last_of_streams(left, steps)
+        skips = self._last_of_streams(left, steps)
         read = self._read_at(graph.exits[max(graph.direct[graph.end])])
-        sums = {k: strength.sum(1, keepdim=True) for k, strength in past.items()}
+        sums = {k: strength.sum(1, keepdim=True) for k, strength in skips.items()}
         main_sum = next(iter(sums.values())) if read is None else read.sum(1, keepdim=True)
         total = reduce(torch.add, sums.values(), main_sum)
         shares = [share * (main_sum / total) for share in main]
         of_streams = reduce(torch.add, (sums[k] for k in apart & sums.keys()), 0 * main_sum)
         factor = total / (total - torch.minimum(main_sum, of_streams))
-        return {k: strength / total for k, strength in past.items()}, shares, factor
+        return {k: strength / total for k, strength in skips.items()}, shares, factor
 
     def _last_of_streams(self, left: dict[int, Tensor], steps: Sequence[Step]) -> dict[int, Tensor]:
         # What is read of the last mixers alone: a residual stream there holds the earlier ones.
-        graph, past = self.graph, dict[int, Tensor]()
+        graph, skips = self.graph, dict[int, Tensor]()
         while left:
             k = max(left)
-            past[k] = left.pop(k)
+            skips[k] = left.pop(k)
             step = next((candidate for candidate in steps if k in candidate.calls), None)
             stream = graph.read_by(k) if step and step.around else frozenset()
             if not stream <= self._left.keys() or (step and len(step.calls) > 1):
-                how = "past all others, without the residual stream there"
+                how = "around all others, without the residual stream there"
                 raise graph.refused(k, graph.end, how)
             graph.refuse_mixers(graph.end, k)
             rest = {
-                m: strength * (past[k] == 0) if m in stream else strength
+                m: strength * (skips[k] == 0) if m in stream else strength
                 for m, strength in left.items()
             }
             left = {m: strength for m, strength in rest.items() if bool(strength.any())}
-        return past
+        return skips
 
-    def past(
-        self, past: Mapping[int, Tensor], again: Sequence[Source], shares: Sequence[Tensor | None]
+    def unheld(
+        self, skips: Mapping[int, Tensor], again: Sequence[Source], shares: Sequence[Tensor | None]
     ) -> str | None:
-        """What goes past the last mixers, in words; None where nothing does.
+        """What goes around the last mixers, in words; None where nothing does.
 
-        ``again`` is what joins its tokens past their mixers, with its ``shares`` if it is pooled.
+        ``again`` is what joins its tokens around their mixers, with its ``shares`` if it is pooled.
         """
         gone = [
             (self.graph.groups[s][0] if s >= 0 else s, link.share if share is None else share)
             for (s, link), share in zip(again, shares, strict=True)
         ]
-        gone += past.items()
+        gone += skips.items()
         if not gone:
             return None
         parts, held = [], 1.0
@@ -204,7 +204,7 @@ class OutputReads:
             # All tokens of an output are read, each for itself.
             share = float(read.mean() if self.is_whole else read.sum(1).mean())
             held -= share
-            parts.append(f"{share:.0%} goes past, from {self.graph.name(k)} at {where}")
+            parts.append(f"{share:.0%} goes around, from {self.graph.name(k)} at {where}")
         return f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
 
     def rows(self) -> Tensor | None:
@@ -253,15 +253,15 @@ class OutputReads:
         (read,) = self._weights([last.point])
         return None if read is None else last.weights(read, self.graph.batch, leaf.tokens)
 
-    def _read_of(self, i: int, past: TokenWeights | None, *, power: int = 1) -> Tensor | None:
+    def _read_of(self, i: int, skips: TokenWeights | None, *, power: int = 1) -> Tensor | None:
         # How strongly tokens after mixer i are read, in the model's order.
         leaf = self.graph.exits[i]
-        if past is None and power == 1:
+        if skips is None and power == 1:
             read = self._read_at(leaf)
         else:
-            (read,) = self._weights([leaf], () if past is None else past.around, power=power)
-            if read is not None and past is not None and past.kept is not None:
-                read = read * past.kept.to(read)
+            (read,) = self._weights([leaf], () if skips is None else skips.around, power=power)
+            if read is not None and skips is not None and skips.kept is not None:
+                read = read * skips.kept.to(read)
         return None if read is None else self.graph.in_order(i, read)
 
 

@@ -40,14 +40,14 @@ class Rejoined:
         first (int, optional): the first mixer that is given just this state.
         way (TokenWeights): from the tokens that read it to the last mixer or input that it is made
             of, by this state alone.
-        past (TokenWeights): there too, by all ways that do not go through the stream.
+        outside (TokenWeights): there too, by all ways that do not go through the stream.
         is_factor (bool): whether it only multiplies the tokens, as a gate does.
     """
 
     made_of: frozenset[int]
     first: int | None
     way: TokenWeights
-    past: TokenWeights
+    outside: TokenWeights
     is_factor: bool
 
     @property
@@ -89,7 +89,7 @@ class Rejoined:
         return both < -0.5 * (sizes[0] * sizes[1]).sqrt()
 
     @cached_property
-    def is_in_place(self) -> bool:
+    def keeps_positions(self) -> bool:
         """Whether each token reads the same tokens by it as by the stream."""
         root, generator = self.way.root, torch.Generator().manual_seed(0)
         for chosen in separating(root.tokens, generator):
@@ -106,13 +106,13 @@ class Rejoined:
 
     def _by_each(self, derivative: Callable[[TokenWeights], Tensor]) -> tuple[Tensor, Tensor]:
         # A derivative by this state alone, and by the stream: what comes by no other way.
-        ways = (self.way, self.past, replace(self.past, around=()))
-        mine, past, whole = (derivative(way).double() for way in ways)
-        return mine, whole - past
+        ways = (self.way, self.outside, replace(self.outside, around=()))
+        mine, outside, whole = (derivative(way).double() for way in ways)
+        return mine, whole - outside
 
 
 def rejoined(graph: MixerGraph, i: int, leads: Sequence[int]) -> list[Rejoined]:
-    """The states that i reads once more, past the residual streams around its leads."""
+    """The states that i reads once more, around the residual streams around its leads."""
     root = graph.entries[i]
     if root is None:
         return []
@@ -126,9 +126,9 @@ def rejoined(graph: MixerGraph, i: int, leads: Sequence[int]) -> list[Rejoined]:
         if not any(k is not None and graph.is_same_grid(leads[0], k) for k in (first, last)):
             continue  # finer or coarser tokens: a skip
         larger = [side.edge for other, its in others.items() if other > made_of for side in its]
-        past = TokenWeights(root, graph.leaf(last), graph.batch, tuple(streams))
-        way = replace(past, around=(*streams, *larger))
-        states.append(Rejoined(made_of, first, way, past, all(side.is_factor for side in sides)))
+        outside = TokenWeights(root, graph.leaf(last), graph.batch, tuple(streams))
+        way = replace(outside, around=(*streams, *larger))
+        states.append(Rejoined(made_of, first, way, outside, all(side.is_factor for side in sides)))
     return states
 
 

@@ -1,6 +1,6 @@
-"""Skip connections: tokens of other grids that go past the mixer before, or part of its tokens.
+"""Skip connections: tokens of other grids that go around the mixer before, or part of its tokens.
 
-A U-shape adds finer tokens to those of a coarser grid. A class token may go past mixers that work
+A U-shape adds finer tokens to those of a coarser grid. A class token may go around mixers that work
 on the patches only. What a residual stream hands on around a mixer is neither: the mixer's map
 counts it.
 """
@@ -23,31 +23,31 @@ from captum_ssm.wiring.mixer_graph import MixerGraph
 
 
 class Skips:
-    """What reads tokens past the mixer before it.
+    """What reads tokens around the mixer before it.
 
     Args:
         graph (MixerGraph): the run.
         is_pooled (bool): whether the output holds no tokens.
 
     Attributes:
-        partial (set of int): the mixers that work on some of the tokens, which others go past.
+        partial (set of int): the mixers that work on some of the tokens, which others go around.
     """
 
     def __init__(self, graph: MixerGraph, *, is_pooled: bool) -> None:
         self.graph, self.is_pooled = graph, is_pooled
         self.partial: set[int] = set()
 
-    def past(self, i: int, j: int) -> dict[int, TokenWeights]:
-        """What i reads past j, on other tokens than those of j, and the ways there.
+    def ways(self, i: int, j: int) -> dict[int, TokenWeights]:
+        """What i reads around j, on other tokens than those of j, and the ways there.
 
         Mixers and inputs are looked at from the last to the first: those that the tensors that join
-        the way are made of, and those before a mixer that some of the tokens may go past as well.
+        the way are made of, and those before a mixer that some of the tokens may go around as well.
         """
         graph, root, joints = self.graph, self.graph.entries[i], self._joints(i, j)
         if root is None or joints is None:
             return {}
         direct = self._leads(joints.leaves)
-        made_of = {e: self._leads(graph.nearest(graph.cut.read_by(e))) for e in joints.past}
+        made_of = {e: self._leads(graph.nearest(graph.cut.read_by(e))) for e in joints.skips}
         known = direct.union(*made_of.values())
         here = TokenWeights(root, graph.exits[j], graph.batch)
         ways: dict[int, TokenWeights] = {}
@@ -56,7 +56,7 @@ class Skips:
             k = max(waiting)
             waiting.remove(k)
             if graph.is_same_grid(j, k):
-                if k not in direct:  # some of the tokens may go past these mixers too
+                if k not in direct:  # some of the tokens may go around these mixers too
                     waiting |= self._start(k)
                 continue
             handed = self._handed_on(i, partly, k)
@@ -71,7 +71,7 @@ class Skips:
                 way = replace(way, kept=~handed.to(root.device))
             if handed is None or _is_read(way):
                 ways[k] = way
-            # Where tokens are left that read none of these, they may go past these mixers too.
+            # Where tokens are left that read none of these, they may go around these mixers too.
             if handed is not None or not _read_all([here, *ways.values()]):
                 partly.append(k)
                 waiting |= self._start(k)
@@ -124,8 +124,8 @@ class Skips:
             alike = torch.tensor([read in together for read in known], dtype=torch.bool)
             if bool(torch.isin(by_k.leaf[alike], by_k.leaf[~alike]).any()):
                 raise UnsupportedModelError(
-                    "tokens are repeated, and a mixer is given some of the copies, past which the "
-                    "others go; expected one that is given all copies of a token or none. Use "
+                    "tokens are repeated, and a mixer is given some of the copies, around which "
+                    "the others go; expected one that is given all copies of a token or none. Use "
                     "MambaLRP, which goes through the model's own graph."
                 )
             handed[by_k.leaf[alike]] = True

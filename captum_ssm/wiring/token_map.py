@@ -6,15 +6,15 @@ its tokens to those of a lead decide:
 ==========================================  ====================================================
 each token reads of the lead                its map
 ==========================================  ====================================================
-one token, and all are read                 the token in its place, in an order of the mixer's
+one token, and all are read                 the token at its position, in an order of the mixer's
 one token                                   ``source``
-several of the same grid, its own the most  the token in its place; the rest is a leak
-several of the same grid, others the most   ``transport``, from where tokens are last in place
+several of the same grid, its own the most  the token at its position; the rest is a leak
+several of the same grid, others the most   ``transport``, from where tokens last keep theirs
 several of another grid                     ``transport``: shares, which are estimated
 ==========================================  ====================================================
 
-What comes past the lead is added: other grids (``skips``), and states that rejoin a residual stream
-(``rejoined``). What is made of several inputs gets the shares that these add.
+What comes around the lead is added: other grids (``skips``), and states that rejoin a residual
+stream (``rejoined``). What is made of several inputs gets the shares that these add.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class MixerReads:
     """What a mixer, or the output, reads.
 
     Args:
-        direct (tuple of Source): the steps before it, and those that it reads past these.
-        again (tuple of Source, optional): states that rejoin the residual stream, or go past an
+        direct (tuple of Source): the steps before it, and those that it reads around these.
+        again (tuple of Source, optional): states that rejoin the residual stream, or go around an
             exchange of tokens. Default: ()
-        past (mapping of int to TokenWeights, optional): the ways past the step before, by what is
-            read so. Default: {}
+        skips (mapping of int to TokenWeights, optional): the ways around the step before, by what
+            is read so. Default: {}
         is_aside (bool, optional): as of a :class:`~.wiring.Step`. Default: False
     """
 
     direct: tuple[Source, ...]
     again: tuple[Source, ...] = ()
-    past: Mapping[int, TokenWeights] = field(default_factory=dict)
+    skips: Mapping[int, TokenWeights] = field(default_factory=dict)
     is_aside: bool = False
 
     @property
@@ -76,7 +76,7 @@ class TokenMaps:
     Args:
         graph (MixerGraph): the run; its orders and links are filled in.
         skips (Skips): of the run.
-        unmixed (list of set of int): mixers between which each token is read in its place only;
+        unmixed (list of set of int): mixers between which each token is read at its position only;
             None for all of them.
 
     Attributes:
@@ -95,7 +95,7 @@ class TokenMaps:
         """What i, a mixer or the output, reads: one read per step, by way of its first mixer."""
         graph, links = self.graph, self.graph.links
         leads = graph.leads(i)
-        past: dict[int, TokenWeights] = {}
+        skips: dict[int, TokenWeights] = {}
         again: tuple[Source, ...] | None = None
         for j in leads:
             link = TokenMap() if self.is_simple else self._map(i, j)
@@ -103,16 +103,16 @@ class TokenMaps:
                 link, again = self._exchange(i, j)
             links[i, j] = link
         if again is None and not self.is_simple and len(leads) == 1:
-            past = self._link_past(i, leads[0])
+            skips = self._link_skips(i, leads[0])
         self._share_inputs(i, [j for j in leads if j < 0])
         is_aside = False
         if again is None:
             again, is_aside = self._join_again(i, leads)
-        direct = tuple((graph.step_of[j], links[i, j]) for j in (*leads, *past))
+        direct = tuple((graph.step_of[j], links[i, j]) for j in (*leads, *skips))
         self._check_unread(i, [link for _, link in direct])
         graph.orders.setdefault(i, None)
         graph.put(i)
-        reads = MixerReads(direct, again, past, is_aside)
+        reads = MixerReads(direct, again, skips, is_aside)
         self._read_by[i] = reads.every
         return reads
 
@@ -124,7 +124,7 @@ class TokenMaps:
         exits = {j: graph.exits[j] for j in leaves}
         for j, leak in leaks(i, root, exits, graph.orders, around).items():
             graph.refuse_mixers(i, j)
-            is_far = leak.is_far or bool(around)  # no token shift goes past mixers
+            is_far = leak.is_far or bool(around)  # no token shift goes around mixers
             self.is_far |= is_far
             if leak.share > _EXCHANGED and is_far:
                 raise graph.refused(i, j, f"by something that is not a mixer ({leak.share:.0%})")
@@ -154,7 +154,7 @@ class TokenMaps:
         # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
         if is_alike and not (j < 0 and graph.inputs[INPUT - j].roots):
             graph.orders.setdefault(i, graph.orders.get(j))
-            # Tokens that act on one another, each in its place, are looked at when all are known.
+            # Tokens that act on one another, each at its own, are looked at when all are known.
             return None if self._is_exchanged(i, j) else TokenMap()
         return self._weights(i, j, None if paired is None else paired.reader)
 
@@ -225,19 +225,19 @@ class TokenMaps:
         (gradient,) = gradients([root], [seed], [leaf])
         return gradient is None or not bool(gradient[leaf.tokens // self.graph.batch :].any())
 
-    def _link_past(self, i: int, j: int) -> dict[int, TokenWeights]:
-        """Link i to what it reads past j: other tokens, or those of j in other places.
+    def _link_skips(self, i: int, j: int) -> dict[int, TokenWeights]:
+        """Link i to what it reads around j: other tokens, or those of j at other positions.
 
         Other tokens are those of skip connections, as in a U-shape. All links get the share of the
-        tokens that they make up. The ways past j are returned.
+        tokens that they make up. The ways around j are returned.
         """
         graph, root = self.graph, self.graph.entries[i]
-        past = self.skips.past(i, j)
-        if graph.links[i, j].is_in_place:  # what is added to a stream by no mixer stays out
-            past = {k: way for k, way in past.items() if k >= 0}
-        if root is None or not past:
+        skips = self.skips.ways(i, j)
+        if graph.links[i, j].keeps_positions:  # what is added to a stream by no mixer stays out
+            skips = {k: way for k, way in skips.items() if k >= 0}
+        if root is None or not skips:
             return {}
-        for k, way in past.items():
+        for k, way in skips.items():
             source = self._source(pairs(way), i, k)
             if source is None:
                 order = self._order_of_example(k)
@@ -245,9 +245,9 @@ class TokenMaps:
             else:
                 link = self._sourced(i, k, source)
             graph.links[i, k] = link
-        ways = [TokenWeights(root, graph.exits[j], graph.batch), *past.values()]
-        self._share(i, (j, *past), shares(ways))
-        return past
+        ways = [TokenWeights(root, graph.exits[j], graph.batch), *skips.values()]
+        self._share(i, (j, *skips), shares(ways))
+        return skips
 
     def _share_inputs(self, i: int, inputs: Sequence[int]) -> None:
         graph, root = self.graph, self.graph.entries[i]
@@ -293,7 +293,7 @@ class TokenMaps:
         # By which reads i reads a state once more; none for what mixes tokens, which is said.
         graph, k, way = self.graph, state.last, state.way
         is_whole = state.made_of == {k, *graph.read_by(k)}
-        if self.is_simple or state.is_in_place:
+        if self.is_simple or state.keeps_positions:
             if state.is_factor:
                 return ()
             if state.first is not None and state.first < i:
@@ -309,7 +309,7 @@ class TokenMaps:
             return ()
         source = self._source(paired, i, k)
         if source is None or not is_whole:
-            raise graph.refused(i, k, "in other places, without the residual stream there")
+            raise graph.refused(i, k, "at other positions, without the residual stream there")
         return ((graph.step_of[k], self._sourced(i, k, graph.in_order(i, source).flatten())),)
 
     def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:
@@ -325,7 +325,7 @@ class TokenMaps:
         seed = seed * ~read.repeat(graph.batch)[:, None].to(seed.device)
         for k, gradient in zip(graph.exits, gradients([root], [seed], graph.leaves), strict=True):
             if gradient is not None and bool(gradient.any()):
-                raise graph.refused(i, k, "past a mixer that is given some of their copies")
+                raise graph.refused(i, k, "around a mixer that is given some of their copies")
 
     def _is_exchanged(self, i: int, j: int) -> bool:
         # Whether most of a token comes from others, further away than its neighbors.
@@ -338,7 +338,7 @@ class TokenMaps:
     def _exchange(self, i: int, j: int) -> tuple[TokenMap, tuple[Source, ...]]:
         """How i reads j, of the same grid, where others are mixed in, as by a convolution.
 
-        It reads the last tokens of the stream that are still in their places. A stream may go
+        It reads the last tokens of the stream that still keep their positions. A stream may go
         around the mixers and the exchange: its tokens are those that the first mixer after them is
         given. What reads these is returned too.
         """
@@ -346,10 +346,10 @@ class TokenMaps:
         assert root is not None
         graph.refuse_mixers(i, j)
         unclear = graph.refused(
-            i, j, "by something that is not a mixer, past which others are read"
+            i, j, "by something that is not a mixer, around which others are read"
         )
         held = gathered(root, graph.exits[j], graph.batch)
-        stream = [tensor.point for tensor in held if tensor.is_in_place][-1]
+        stream = [tensor.point for tensor in held if tensor.keeps_positions][-1]
         way = TokenWeights(root, stream, graph.batch)
         # The graph is cut at the stream too, which takes the number of what reads it.
         cut = SegmentGraph({**graph.cut.leaves, i: stream})
@@ -367,13 +367,13 @@ class TokenMaps:
         return TokenMap(transport=way, count=graph.tokens(j), share=share), again
 
     def _share_of(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:
-        # The part of each token that comes by a way; the rest is the token there in its place.
+        # The part of each token that comes by a way; the rest is the token there at its position.
         for point in points(edge, way.batch):
-            past = TokenWeights(way.root, point, way.batch, (way.leaf.edge,))
-            paired = pairs(past, repeated=False) if point.tokens == way.root.tokens else None
+            others = TokenWeights(way.root, point, way.batch, (way.leaf.edge,))
+            paired = pairs(others, repeated=False) if point.tokens == way.root.tokens else None
             reader = None if paired is None else paired.reader
             if reader is not None and torch.equal(reader, torch.arange(point.tokens)):
-                return shares([way, past])[0]
+                return shares([way, others])[0]
         return None
 
     def _is_given(self, k: int, edge: GradientEdge) -> bool:

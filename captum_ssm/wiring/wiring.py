@@ -24,7 +24,7 @@ INPUT = -1
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Which earlier tokens each of some tokens is made of. By default of the one in its place.
+    """Which earlier tokens each of some tokens is made of. By default of the one at its position.
 
     Args:
         source (Tensor, optional): ``(T,)``: the one earlier token, -1 for none. Default: None
@@ -43,12 +43,12 @@ class TokenMap:
 
     @property
     def is_identity(self) -> bool:
-        """Whether each token is the one in its place, and nothing else."""
-        return self.is_in_place and self.share is None
+        """Whether each token is the one at its position, and nothing else."""
+        return self.keeps_positions and self.share is None
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether each token is the one in its place, or a share of it is."""
+    def keeps_positions(self) -> bool:
+        """Whether each token is the one at its position, or a share of it is."""
         return self.source is None and self.transport is None
 
     def of(self, share: Tensor) -> TokenMap:
@@ -70,7 +70,7 @@ class TokenMap:
         if self.share is not None:
             w = w * self.share.to(w)
         if self.transport is not None:
-            return self._placed(self.transport.rmatvec(w))
+            return self._in_order(self.transport.rmatvec(w))
         if self.source is None:
             return w
         kept = self.source >= 0
@@ -97,13 +97,13 @@ class TokenMap:
 
     def _read(self, matrix: Tensor) -> Tensor:
         if self.transport is not None:
-            return self._placed(self.transport.matrix()).to(matrix) @ matrix
+            return self._in_order(self.transport.matrix()).to(matrix) @ matrix
         if self.source is None:
             return matrix
         source = self.source.to(matrix.device)
         return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
 
-    def _placed(self, weights: Tensor) -> Tensor:
+    def _in_order(self, weights: Tensor) -> Tensor:
         if self.order is None:
             return weights
         return weights[..., torch.argsort(self.order).to(weights.device)]
@@ -127,7 +127,7 @@ class Step:
             nothing is added. Default: (0,)
         is_given_stream (bool, optional): whether its mixers are given the residual stream itself,
             and not what a norm makes of it; None where that was not measured. Default: None
-        is_aside (bool, optional): whether what it reads past the mixer before it is given to its
+        is_aside (bool, optional): whether what it reads around the mixer before it is given to its
             own mixers alone, as the embeddings to Zamba's attention, and is no part of the residual
             stream. Default: False
     """
@@ -165,10 +165,10 @@ class Wiring:
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
             linear. Default: None
         main (int, optional): how many of the reads of the output, the first ones, come through the
-            last mixers; the others go past them. Default: 1
-        past (str, optional): what goes past them, in words. Default: None
+            last mixers; the others go around them. Default: 1
+        unheld (str, optional): what goes around them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
-            how far each is from the place that it has among the last n. Default: None
+            how far each is from the position that it has among the last n. Default: None
         unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
         gates (str, optional): those whose results only multiply others, as a gate. Default: None
         joins_examples (bool, optional): whether examples act on one another. Default: False
@@ -185,7 +185,7 @@ class Wiring:
     inputs: tuple[InputMap, ...] = ()
     unknown: str | None = None
     main: int = 1
-    past: str | None = None
+    unheld: str | None = None
     rows: Tensor | None = None
     unread: str | None = None
     gates: str | None = None
@@ -386,7 +386,7 @@ class Wiring:
 
 
 def sequence(count: int, tokens: int) -> Wiring:
-    """The wiring of mixers one after the other, each token in its place."""
+    """The wiring of mixers one after the other, each token at its position."""
     steps = [Step((i,), ((i - 1, TokenMap()),), tokens) for i in range(count)]
     return Wiring(steps, ((count - 1, TokenMap()),), [None] * count, [None])
 

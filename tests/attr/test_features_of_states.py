@@ -6,7 +6,7 @@ import pytest
 import torch
 import wild
 from families import FAMILIES, TRANSFORMERS_4, WITHOUT_STATE, build
-from models import ids
+from models import ids, normal
 from state_loops import LOOPS
 from torch import Tensor, nn
 
@@ -16,10 +16,6 @@ from captum_ssm.mixers import find_mixers
 
 L = 7
 SHIFTED = pytest.mark.filterwarnings("ignore:.*reads neighboring tokens before its scan")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def entries(path: str, model: nn.Module, state: Tensor) -> Readout:
@@ -60,7 +56,7 @@ def test_it_is_the_state_times_its_gradient_in_a_loop_with_constant_coefficients
 
     x = model.get_input_embeddings()(ids(2, L)).detach().requires_grad_()
     _, y = LOOPS[family](model, x, torch.Tensor.detach, keep)
-    direction = random(1, y.shape[-1]).to(y)
+    direction = normal(1, y.shape[-1]).to(y)
     score = (y @ direction.T)[:, 5, 0]
     slopes = torch.autograd.grad(score.sum(), nodes, allow_unused=True)
     slopes = torch.stack([0 * h if g is None else g for h, g in zip(nodes, slopes, strict=True)], 1)
@@ -77,7 +73,7 @@ def test_it_is_the_state_times_its_gradient_in_a_loop_with_constant_coefficients
     assert found.rest.abs().max() <= 1e-6 * found.total.abs().max()
 
     # The features may be of some directions only, and written by others.
-    read, written = (random(3, *state.shape[2:], seed=k).to(state) for k in (1, 2))
+    read, written = (normal(3, *state.shape[2:], seed=k).to(state) for k in (1, 2))
     some = Readout(model, path, read, bias=torch.ones(3), decoder=written, side="state")
     part = RelevanceFlow(explained).features(ids(2, L), (5, 0), readout=some)
     values = state.flatten(2) @ read.flatten(1).T + 1
@@ -92,7 +88,7 @@ def test_it_is_the_state_times_its_gradient_in_a_loop_with_constant_coefficients
 def test_it_adds_up_to_the_edges_that_pass_over_the_token(family, layer):
     model, tokens = exact(family), ids(2, L)
     path, state = list(states(model, tokens, positions=None).items())[layer]
-    atoms = random(3, *state.values.shape[2:]).to(state.values)
+    atoms = normal(3, *state.values.shape[2:]).to(state.values)
     readout = Readout(model, path, atoms, decoder=atoms, side="state")
     found = RelevanceFlow(model).features(tokens, 5, readout=readout)
     edges = RelevanceFlow(model).edges(tokens, 5)[path].matrix()
@@ -131,7 +127,7 @@ def test_without_its_state_a_token_passes_on_no_edge(family):
 def test_features_of_a_state_are_removed_and_made_larger(family, scale, features, chosen, tokens):
     model, path, state = first_of(family)
     x = model.get_input_embeddings()(ids(2, L)).detach()
-    read, written = (random(3, *state.shape[2:], seed=k).to(state) / 3 for k in (1, 2))
+    read, written = (normal(3, *state.shape[2:], seed=k).to(state) / 3 for k in (1, 2))
     readout = Readout(model, path, read, ["a", "b", "c"], decoder=written, side="state")
     at = range(L) if tokens is None else torch.tensor(tokens).reshape(-1).tolist()
 
@@ -156,7 +152,7 @@ def test_what_is_removed_is_what_a_changed_cache_leaves_out(family):
     model, tokens, t = build(family), ids(1, L), 3
     path, state = list(states(model, tokens, positions=t).items())[-1]
     layer = [name for name, _ in find_mixers(model)].index(path)
-    atom = random(1, *state.values.shape[2:]).to(state.values)
+    atom = normal(1, *state.values.shape[2:]).to(state.values)
     atom = atom / atom.norm()
     readout = Readout(model, path, atom, decoder=atom, side="state")
     with torch.no_grad():
@@ -178,7 +174,7 @@ def test_what_is_removed_is_what_a_changed_cache_leaves_out(family):
 
 def test_what_a_function_finds_in_a_state_is_where_relevance_begins():
     model, path, state = first_of("mamba2")
-    read, written = (random(3, *state.shape[2:], seed=k) for k in (1, 2))
+    read, written = (normal(3, *state.shape[2:], seed=k) for k in (1, 2))
 
     def encode(flat: Tensor) -> Tensor:
         return torch.relu(flat @ read.flatten(1).T)
@@ -226,7 +222,7 @@ def test_the_state_of_a_mixer_that_is_not_registered_has_features():
 def test_features_of_a_state_make_a_feature_of_a_later_state():
     model, tokens = build("mamba2"), ids(1, L)
     early, late = states(model, tokens, positions=None).items()
-    atoms = random(2, *late[1].values.shape[2:]).float()
+    atoms = normal(2, *late[1].values.shape[2:]).float()
     later = Readout(model, late[0], atoms, side="state")
     found = RelevanceFlow(later).features(
         tokens, (5, 1), readout=entries(early[0], model, early[1].values)

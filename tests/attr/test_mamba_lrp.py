@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import build
-from models import WithOutput, without_biases
+from models import WithOutput, normal, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,12 +101,8 @@ def test_the_delta_can_be_computed_from_attributions() -> None:
         MambaRollout(model).compute_convergence_delta(relevance, ids)
 
 
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-WEIGHT = tensor(4, 4, seed=1)
-OTHER = tensor(4, 4, seed=2)
+WEIGHT = normal(4, 4, seed=1)
+OTHER = normal(4, 4, seed=2)
 
 
 def activation(f):
@@ -306,7 +302,7 @@ def relevance_at(x: Tensor, score: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", RULES)
 def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     function, frozen = RULES[kind]
-    x = tensor(3, 4).requires_grad_()
+    x = normal(3, 4).requires_grad_()
     score, same = function(x), frozen(x, x.detach())
     torch.testing.assert_close(same, score)
     direction = torch.randn_like(score)
@@ -321,7 +317,7 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
 @pytest.mark.parametrize("name", ["cos", "lgamma", "logit", "special.i0", "linalg.matrix_exp"])
 def test_a_function_without_a_rule_is_said_with_its_share(name: str) -> None:
     function = attrgetter(name)(torch)
-    x = tensor(3, 3).sigmoid().requires_grad_()
+    x = normal(3, 3).sigmoid().requires_grad_()
     with pytest.warns(UserWarning, match="has no rule.* for 100% of the relevance"):
         relevance_at(x, function(x).sum(-1))
     with pytest.warns(UserWarning, match="has no rule.* for [1-9][0-9]?% of the relevance"):
@@ -330,7 +326,7 @@ def test_a_function_without_a_rule_is_said_with_its_share(name: str) -> None:
 
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, lambda x: 1 / (2 + x), torch.sign])
 def test_a_coefficient_that_is_added_is_said(function) -> None:
-    x = tensor(3, 4).requires_grad_()
+    x = normal(3, 4).requires_grad_()
     with pytest.warns(UserWarning, match="its share of the score is missing"):
         found = relevance_at(x, (x + torch.log(2 + function(x))).sum(-1))
     torch.testing.assert_close(found, x.detach())
@@ -363,7 +359,7 @@ def test_a_saturated_tanh_module_is_exact(dtype: torch.dtype) -> None:
 
 def test_the_rms_norm_of_other_devices_is_a_rule_too() -> None:
     # CPUs have no fused RMS norm, so no node of it.
-    x, weight = tensor(3, 4), WEIGHT[0]
+    x, weight = normal(3, 4), WEIGHT[0]
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
     node = SimpleNamespace(
         name=lambda: "FusedRmsNormBackward0",

@@ -12,7 +12,7 @@ import torch
 import wild
 from families import TRANSFORMERS_4
 from frozen import assert_shows_what_is_read, measured, recorded
-from group_normed import ChannelsInBatch, channel_scan
+from group_normed import ChannelsInBatch, gated_sum
 from models import randomize, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -189,7 +189,7 @@ def test_where_only_the_scan_can_be_measured_the_others_say_what_is_missing():
 
 
 def log_scan(log_values: Tensor, log_coeffs: Tensor) -> Tensor:
-    return channel_scan(log_values.exp(), log_coeffs.exp())
+    return gated_sum(log_values.exp(), log_coeffs.exp())
 
 
 class Flattens(wild.Mixer):

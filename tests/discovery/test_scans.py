@@ -11,6 +11,7 @@ import pytest
 import torch
 import wild
 from folders import ROOT
+from group_normed import gated_sum
 from proofs import proven
 from torch.nn import functional as F
 from xlstm_layers import mlstm
@@ -350,15 +351,6 @@ def test_what_cannot_be_registered():
         register_scan(3)
     with pytest.raises(ValueError, match="decay"):
         register_scan(lambda x: [], names={"decay": ["gamma"]})
-
-
-def gated_sum(x, a):
-    """Token by token, (B, L, D)."""
-    h, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        h = a[:, t] * h + x[:, t]
-        out.append(h)
-    return torch.stack(out, 1)
 
 
 def transposed_gated_sum(x, a):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from captum_ssm import Explanation, InputError, MambaLRP, explain
 from captum_ssm.explanation import Token
 from captum_ssm.explanation.make.inputs.media import media_of
-from captum_ssm.explanation.make.inputs.patches import DERIVED, NOT_KNOWN, placed
+from captum_ssm.explanation.make.inputs.patches import DERIVED, NOT_KNOWN, pictured
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, read_ids
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -195,7 +195,7 @@ def with_pixels(count: int, size: int, model: nn.Module) -> Any:
     ids = [1, *[PLACEHOLDER] * count, 2]
     inputs = {"input_ids": torch.tensor([ids]), "pixel_values": torch.zeros(1, 3, size, size)}
     text = read_ids(None, ids, "the text", [PLACEHOLDER])
-    return placed(text, media_of(inputs), model, None).media.pictures
+    return pictured(text, media_of(inputs), model, None).media.pictures
 
 
 def test_a_grid_that_is_not_known_is_not_drawn(reader) -> None:
@@ -329,7 +329,7 @@ def test_parts_of_a_large_image_are_put_together() -> None:
     shapes = torch.tensor([[4, 4]] * 6 + [[2, 3]])
     inputs = {"input_ids": torch.tensor([ids]), "pixel_values": pixels, "spatial_shapes": shapes}
     media = media_of(inputs)
-    whole, small = placed(TokenizedText("", tokens), media, model, None).media.pictures
+    whole, small = pictured(TokenizedText("", tokens), media, model, None).media.pictures
     assert (whole.name, whole.grid) == ("image 1", (4, 6))
     assert (small.name, small.grid) == ("image 1, thumbnail", (1, 2))
     assert whole.cells[:2, :4].tolist() == [[1, 2, 6, 7], [3, 4, 8, 9]]
@@ -337,7 +337,7 @@ def test_parts_of_a_large_image_are_put_together() -> None:
     expected = ((image - image.min()) / (image.max() - image.min()) * 255).round()
     np.testing.assert_allclose(whole.image, expected.permute(1, 2, 0), atol=1)
     given = replace(media, images=(Image.new("RGB", (480, 320), "red"),))
-    whole, small = placed(TokenizedText("", tokens), given, model, None).media.pictures
+    whole, small = pictured(TokenizedText("", tokens), given, model, None).media.pictures
     assert whole.image[0, 0].tolist() == small.image[0, 0].tolist() == [255, 0, 0]
 
 

@@ -16,7 +16,7 @@ from captum_ssm.cli import main
 from captum_ssm.explanation import Explanation, Slice, summarize
 from captum_ssm.explanation.corpus import page_data
 from captum_ssm.explanation.corpus.page_data import report_data
-from captum_ssm.explanation.corpus.readings import place
+from captum_ssm.explanation.corpus.readings import bin_of
 from captum_ssm.utils.intervals import moderated_halves
 
 
@@ -78,7 +78,16 @@ def test_tenths_keep_all_relevance_and_distances_count_from_the_answer(small):
 
 
 def test_bins_of_places_double():
-    assert [place(k) for k in (0, 15, 16, 31, 32, 100, -5, -40)] == [0, 15, 16, 16, 32, 64, -5, -32]
+    assert [bin_of(k) for k in (0, 15, 16, 31, 32, 100, -5, -40)] == [
+        0,
+        15,
+        16,
+        16,
+        32,
+        64,
+        -5,
+        -32,
+    ]
 
 
 def test_the_page_says_what_it_leaves_out(small, monkeypatch):

@@ -17,7 +17,7 @@ import torch
 from explained import EXPLAINED, UNPADDED, Arguments, scans_replaced, some_fast
 from families import padded
 from frozen import assert_reconstructs, frozen_layers
-from models import ids
+from models import Gives, ids
 from torch import Tensor, nn
 
 from captum_ssm.mixers import FrozenMixer
@@ -118,12 +118,6 @@ def measured_by_calls(
             maps = columns_of_heads(scan, named, length, at)
         found.append(unpacked(maps, mask) if packed else maps)
     return found
-
-
-class Gives(nn.Module):
-    def __init__(self, function: Callable) -> None:
-        super().__init__()
-        self.forward = function
 
 
 def measured_by_stubs(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import normal
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,11 +17,7 @@ from captum_ssm.graph.in_place import seen_in_views
 Function = Callable[[Tensor], Tensor]
 
 
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-OTHER, DIRECTION = tensor(3, 4, seed=1), tensor(3, 4, seed=2)
+OTHER, DIRECTION = normal(3, 4, seed=1), normal(3, 4, seed=2)
 
 
 def missing(function: Function) -> tuple[float, list[str]]:
@@ -28,7 +25,7 @@ def missing(function: Function) -> tuple[float, list[str]]:
 
     @seen_in_views
     def explained() -> tuple[float, list[str]]:
-        x = tensor(3, 4).requires_grad_()
+        x = normal(3, 4).requires_grad_()
         score = (function(x) * DIRECTION).sum()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

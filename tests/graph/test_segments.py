@@ -92,7 +92,7 @@ def test_streams_and_skips_leave_the_graph_before_a_mixer_where_it_ends():
     graph = SegmentGraph({name: Point.of(x) for name, x in enumerate(cut)})
     joints = graph.around(Point.of(root), [MIXER]).joints(graph.before([entry]), TOKENS)
     assert [edge.node for edge in joints.stream] == [stream.grad_fn]
-    assert [edge.node for edge in joints.past] == [finer.grad_fn]
+    assert [edge.node for edge in joints.skips] == [finer.grad_fn]
     assert not joints.leaves
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import padded
-from models import ids
+from models import ids, last_logits
 from torch import Tensor, nn
 
 from captum_ssm import examples
@@ -25,11 +25,6 @@ EVERY = 2 * L * (L + 1) // 2  # edges of two causal layers
 def copier() -> nn.Module:
     model, _ = examples.load("copying-mamba")
     return model
-
-
-def last(model: nn.Module, tokens: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(tokens).logits[:, -1]
 
 
 def read_from(source: int) -> list[Edge]:
@@ -81,11 +76,11 @@ def test_scores_are_those_of_the_models_own_runs_by_hand(mamba):
         return (logits[rows, target] - logits[rows, foil]).double()
 
     with circuit(mamba, edges.top(3), ablation=reference):
-        kept = last(mamba, tokens)
+        kept = last_logits(mamba, tokens)
     with circuit(mamba, edges.top(3), ablation=reference, remove=True):
-        removed = last(mamba, tokens)
+        removed = last_logits(mamba, tokens)
     torch.testing.assert_close(found.scores[:, 0], score(kept), atol=1e-6, rtol=0)
-    torch.testing.assert_close(found.whole, score(last(mamba, tokens)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.whole, score(last_logits(mamba, tokens)), atol=1e-6, rtol=0)
     assert torch.equal(found.kept[:, 0], (kept.argmax(1) == target).double())
     assert torch.equal(found.removed[:, 0], (removed.argmax(1) == target).double())
 
@@ -93,7 +88,7 @@ def test_scores_are_those_of_the_models_own_runs_by_hand(mamba):
 def test_without_a_foil_others_count_by_the_probabilities_of_the_whole_run(mamba):
     tokens = ids(1, L)
     found = circuit_faithfulness(mamba, tokens, [], 5, ks=(1,))
-    whole = last(mamba, tokens)[0].double()
+    whole = last_logits(mamba, tokens)[0].double()
     others = torch.cat([whole[:5], whole[6:]])
     expected = whole[5] - (others.softmax(0) * others).sum()
     torch.testing.assert_close(found.whole[0], expected, atol=1e-5, rtol=0)

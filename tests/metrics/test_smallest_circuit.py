@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from models import ids, tiny
+from models import ids, last_logits, tiny
 from torch import Tensor, nn
 
 from captum_ssm import examples
@@ -20,11 +20,6 @@ from captum_ssm.metrics import circuit_faithfulness, find_circuit, find_circuits
 L = 7
 
 
-def last(model: nn.Module, tokens: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(tokens).logits[:, -1]
-
-
 def removal(model: nn.Module, given: Tensor | None) -> dict[str, Any]:
     if given is None:
         return {"coefficients": "whole"}
@@ -34,7 +29,7 @@ def removal(model: nn.Module, given: Tensor | None) -> dict[str, Any]:
 @pytest.mark.parametrize("others", [None, 6])
 def test_a_found_circuit_is_as_faithful_as_it_says_and_needs_each_edge(mamba, others):
     tokens = ids(1, L)
-    answer = int(last(mamba, tokens).argmax())
+    answer = int(last_logits(mamba, tokens).argmax())
     given = None if others is None else ids(others, L, seed=1)
     found = find_circuit(mamba, tokens, answer, reference_inputs=given, perturbations_per_eval=3)
     assert found.reached
@@ -113,7 +108,7 @@ def test_relevance_inside_a_circuit_is_of_the_circuits_own_run(family, others):
     few = edges.top(4)
     inside = flow.edges(few, 5, against=None)
     with circuit(model, few, **options):
-        expected = last(model, tokens)[:, 5]
+        expected = last_logits(model, tokens)[:, 5]
     torch.testing.assert_close(inside.score, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(AssertionError):  # which is not that of the whole model
         torch.testing.assert_close(inside.score, edges.score, atol=1e-3, rtol=1e-3)

@@ -26,7 +26,7 @@ from families import (
     padded,
     skip_what_fails_by_itself,
 )
-from models import S6_FAMILIES, ids, s6_paths, tiny, without_cache
+from models import S6_FAMILIES, Gives, ids, s6_paths, tiny, without_cache
 from torch import Tensor, nn
 
 from captum_ssm import hidden_attention
@@ -434,11 +434,6 @@ def test_a_convolution_with_taps_of_each_token_is_part_of_the_map(length, side, 
     for hook in hooks:
         hook.remove()
     call = without_cache(calls[0])
-
-    class Gives(nn.Module):
-        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-            super().__init__()
-            self.forward = function
 
     open_gate = Gives(lambda x: torch.full((*x.shape[:2], 32), torch.inf))
     columns = []

@@ -141,7 +141,7 @@ class SideBySide(Permuted):
 
 
 class Partial(LayerStep):
-    """A mixer of some of the tokens, past which the others go: all but the first, or every other.
+    """A mixer of some of the tokens, around which the others go: all but the first, or every other.
 
     It is written in the ways in which people write it.
     """

@@ -1,4 +1,4 @@
-"""U-shapes: what is read past a coarser grid, against a product of explicit Jacobians."""
+"""U-shapes: what is read around a coarser grid, against a product of explicit Jacobians."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ BLURRED = {
 @pytest.fixture
 def few_probes(monkeypatch):
     """As many as channels: exact where each token reads one, as all of these do."""
-    monkeypatch.setattr("captum_ssm.wiring.inputs._PAST", E)
+    monkeypatch.setattr("captum_ssm.wiring.inputs._PASSES", E)
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_a_rollout_is_the_product(name) -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("name", BLURRED)
 def test_what_several_tokens_add_is_estimated(name, monkeypatch) -> None:
-    monkeypatch.setattr("captum_ssm.wiring.inputs._PAST", 32 * E)
+    monkeypatch.setattr("captum_ssm.wiring.inputs._PASSES", 32 * E)
     compare(BLURRED[name], 0.1)
 
 

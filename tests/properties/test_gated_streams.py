@@ -83,7 +83,7 @@ SUMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*goes past")
+@pytest.mark.filterwarnings("ignore:.*goes around")
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("method", METHODS)
 def test_states_count_alike_in_whatever_order_they_are_added(name, method):

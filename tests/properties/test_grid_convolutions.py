@@ -73,9 +73,9 @@ def test_a_rollout_is_the_product_with_the_exchange(skip, layers):
 @pytest.mark.parametrize("skip", [True, False])
 def test_every_method_runs_through_them(method, skip):
     model, x = made(lambda: Groups(skip=skip)), noise(2, 3, SIDE, SIDE)
-    # The stream goes past the convolution and the mixers before it, and maps of layers do not.
+    # The stream goes around the convolution and the mixers before it, and maps of layers do not.
     is_said = skip and method is RawAttention
-    with pytest.warns(UserWarning, match="54% goes past") if is_said else nullcontext():
+    with pytest.warns(UserWarning, match="54% goes around") if is_said else nullcontext():
         found = method(model).attribute(x, 1, **options(method))
         alone = method(model).attribute(x[1:], 1, **options(method))
     assert found.shape == x.shape

@@ -215,8 +215,8 @@ def test_the_share_is_said():
     model, x = once_more(5, 0, 3), tokens()
     found = supported(model, x)
     assert abs(found.held - 1 / 6) < 1e-6
-    assert "83% goes past, from the input" in found.between
-    with pytest.warns(UserWarning, match="83% goes past"):
+    assert "83% goes around, from the input" in found.between
+    with pytest.warns(UserWarning, match="83% goes around"):
         RawAttention(model).attribute(x)
 
 
@@ -225,7 +225,7 @@ def test_a_result_can_be_asked_for_the_balance(method):
     plain, model, x = once_more(0, 0, 3), once_more(5, 0, 3), tokens().expand(2, -1, -1)
     for m, held in ((plain, 1), (model, 1 / 6)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what goes past
+            warnings.simplefilter("ignore", UserWarning)  # what goes around
             relevance, balance = method(m).attribute(x, target=1, return_balance=True)
             assert_close(relevance, method(m).attribute(x, target=1), 1e-12)
         assert_close(balance, torch.full((2,), held, dtype=x.dtype), 1e-9)

@@ -1,4 +1,4 @@
-"""What a score reads, by token: uneven readouts, ways past the mixers, hidden and unknown ways."""
+"""What a score reads, by token: uneven readouts, ways around mixers, hidden and unknown ways."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_what_the_score_reads_past_its_tokens_is_followed(place):
     expected = (states[2][1][0, -1] + 5 * states[place][1][0, 0]) / 6
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
     found = supported(model, x)
-    assert "83% goes past, from" in found.between
+    assert "83% goes around, from" in found.between
     assert abs(found.held - 1 / 6) < 1e-6
-    with pytest.warns(UserWarning, match="83% goes past"):
+    with pytest.warns(UserWarning, match="83% goes around"):
         RawAttention(model).attribute(x)
 
 
@@ -193,7 +193,7 @@ def in_phase(x, other):
 
 
 REFUSED = {
-    "a GRU past the mixers": lambda m, x: m.head((m.towards(x) + 9 * m.gru(x)[0])[:, -1]),
+    "a GRU around the mixers": lambda m, x: m.head((m.towards(x) + 9 * m.gru(x)[0])[:, -1]),
     "layers over time past them": lambda m, x: m.head((m.towards(x) + 9 * m.time(x.mT).mT)[:, -1]),
     "a moving average before the mean": lambda m, x: m.head((m.towards(x) + 9 * ema(x)).mean(1)),
     "a cumulative sum per token": lambda m, x: m.head(m.towards(x) + 3 * x.cumsum(1))[:, -1],
@@ -315,7 +315,7 @@ def test_plain_models_balance(name):
         wiring = freeze(Request.of(model, None, x)).wiring
         MambaLRP(model).attribute(x, target=1)
     assert wiring.is_simple
-    assert wiring.past is None
+    assert wiring.unheld is None
     assert not wiring.neighbor_share
 
 

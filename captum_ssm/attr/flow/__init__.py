@@ -2,8 +2,8 @@
 
 The network that MambaLRP propagates through is linear over tokens in each mixer, so that the
 relevance of a mixer's output is a sum over the tokens that it reads: the *edges*. Between mixers,
-each token keeps its place. Tokens at each depth of the residual stream are the *nodes* of a graph,
-in which what arrives at a node is what leaves it.
+each token keeps its position. Tokens at each depth of the residual stream are the *nodes* of a
+graph, in which what arrives at a node is what leaves it.
 
 The files, in the order to read them: ``edge`` (one edge), ``activations`` (a run that keeps what is
 inside of the mixers), ``layer_edges`` (the edges of one mixer, an operator), ``edges`` (those of

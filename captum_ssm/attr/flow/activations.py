@@ -380,12 +380,11 @@ def coefficients_of(
         return torch.zeros_like(x) if coefficient is None else coefficient.detach()
 
     return [
-        _known_past_scans(layer, layer.replaced([detached(x) for x in layer.tensors]))
-        for layer in inside
+        _with_gated(layer, layer.replaced([detached(x) for x in layer.tensors])) for layer in inside
     ]
 
 
-def _known_past_scans(activations: Activations, coefficients: Activations) -> Activations:
+def _with_gated(activations: Activations, coefficients: Activations) -> Activations:
     if not (activations.is_measured and activations.output.requires_grad):
         return coefficients
     mixer = activations.mixer

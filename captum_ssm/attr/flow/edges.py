@@ -14,9 +14,8 @@ from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.flow.stream import BlockNodes
 from captum_ssm.capture.frozen_model import exact_arithmetic
 from captum_ssm.operators import TopEntries
+from captum_ssm.operators.top import ORDERS
 from captum_ssm.utils.integers import count_of, index_in
-
-RANKINGS = ("size", "signed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +124,8 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
             ValueError: for an unknown ranking, or a k below 1.
             KeyError: for a layer that is not there.
         """
-        if by not in RANKINGS:
-            raise ValueError(f"by is {by!r}; expected one of {RANKINGS}.")
+        if by not in ORDERS:
+            raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
         k = count_of("k", k, 1)
         chosen = list((self if layers is None else self.of_layers(layers)).layers.values())
         with exact_arithmetic():

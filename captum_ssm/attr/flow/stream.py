@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from captum_ssm.attr.flow.activations import ActivationStandIns, BlockStream
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_read_past, meetings
+from captum_ssm.graph.reachability import is_read_around, meetings
 from captum_ssm.mixers import find_mixers
 from captum_ssm.operators.composed import sum_of
 
@@ -100,10 +100,10 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[Block
     blocks = [stream for stream in stand_ins.streams if stream.mixers]
     later, earlier = Point.of(score, None), [Point.of(x) for x in stand_ins.starts()]
     after = [Point.of(x) for x in blocks[-1].after if x.requires_grad] if blocks else []
-    if after and not any(is_read_past(later, point, *after) for point in earlier):
+    if after and not any(is_read_around(later, point, *after) for point in earlier):
         return stand_ins.streams, True
     streams = _between_norms(stand_ins, earlier, later)
-    # Where later layers read the outputs of several blocks at once, norms tell fewer places apart.
+    # Where later layers read the outputs of several blocks at once, norms tell fewer points apart.
     return (streams, True) if len(streams) >= len(blocks) else (stand_ins.streams, False)
 
 

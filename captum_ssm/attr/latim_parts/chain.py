@@ -1,7 +1,7 @@
 r"""ALTI-Logit through the layers of a model (Pitorro & Treviso, 2025, eq. 7-8).
 
 Each mixer adds its output y to a residual stream. Let :math:`d` be the score's coefficients at y,
-along the ways that lead past all later mixers. Then the score is, except for bias terms,
+along the ways that lead around all later mixers. Then the score is, except for bias terms,
 
 .. math::
     s = \langle d_0, h \rangle + \sum_\lambda \langle d_\lambda, y_\lambda \rangle,
@@ -62,20 +62,20 @@ class LayerStep:
 class Decomposition:
     """A score ``(B,)`` as what the layers' vectors, the first stream and bias terms add up to.
 
-    Steps are by step of the model's wiring. ``past`` is relevance, in the shape of each input, of
-    what the score reads of it past the first stream, if anything.
+    Steps are by step of the model's wiring. ``outside`` is relevance, in the shape of each input,
+    of what the score reads of it outside the first stream, if anything.
     """
 
     frozen: FrozenModel
     steps: dict[int, LayerStep]
     score: Tensor
-    past: Sequence[Tensor] = ()
+    outside: Sequence[Tensor] = ()
     with_stream: bool = True
 
     def at_grid(self, grid: int, mode: str | None) -> Decomposition:
         """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.
 
-        The score is then the part that leads past all mixers of later grids.
+        The score is then the part that leads around all mixers of later grids.
         """
         on_grid = self.frozen.steps_of(grid)
         frozen = self.frozen if mode is None else self.frozen.from_grid(grid, mode)

@@ -1,9 +1,9 @@
 r"""ALTI-Logit through mixers that work on different tokens: grids, orders, U-shapes.
 
 Also where the score is read from one residual stream by no norm or head that is known. The score's
-coefficients at what a mixer returned are then its gradient along the ways past all later mixers,
-norms and gates frozen as in MambaLRP. What the score reads of the inputs past the first stream has
-their values times its gradient. Between grids relevance is carried by the measured transport.
+coefficients at what a mixer returned are then its gradient along the ways around all later mixers,
+norms and gates frozen as in MambaLRP. What the score reads of the inputs outside the first stream
+has their values times its gradient. Between grids relevance is carried by the measured transport.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.factors import before_casts, factors
 from captum_ssm.graph.kinds import MATRICES, kind_of
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import is_read_past, meetings
+from captum_ssm.graph.reachability import is_read_around, meetings
 from captum_ssm.graph.relevance_rules import added_coefficients, is_norm, ruled, without_rule
 from captum_ssm.graph.segments import SegmentGraph
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
@@ -176,14 +176,14 @@ class ScoreGraph:
         exits = {k: cut.exit for k, cut in enumerate(self.cuts)}
         return SegmentGraph(exits | {-1 - k: point for k, (point, _) in enumerate(self.starts)})
 
-    def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
-        """What each input adds to the score past the mixers and a stream before them, in its shape.
+    def relevance_outside(self, stream: Point, direction: Tensor) -> list[Tensor]:
+        """What each input adds to the score outside of mixers and a stream, in its shape.
 
         The direction holds the score's coefficients at the stream, channels last. Nothing where all
         that the score reads goes through the stream.
         """
         score = Point.of(self.score, None)
-        if not any(is_read_past(score, point, stream) for point, _ in self.starts):
+        if not any(is_read_around(score, point, stream) for point, _ in self.starts):
             return []
         edges, values = [point.edge for point, _ in self.starts], [x for _, x in self.starts]
         options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
@@ -292,7 +292,7 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     groups = {
         step: [k for k, layer in enumerate(frozen.layers) if layer.step == step] for step in read
     }
-    # Nothing is known of sums where the stream is read again past them.
+    # Nothing is known of sums where the stream is read again around them.
     reads = [*(wiring.steps[i].reads for i in read), wiring.output]
     left = {max(earlier, -1) + 1 for sources in reads for earlier, _ in sources[1:]}
     coefficients = graph.coefficients([group for i, group in groups.items() if i not in left])
@@ -305,12 +305,12 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
         for _, cut, at in mixers[min(mixers)]
         if cut.stream is not None and at.stream is not None
     )
-    past = graph.relevance_past(stream, direction)
+    outside = graph.relevance_outside(stream, direction)
     first = frozen.layers[0]
     score = graph.score.detach().to(first.device, first.call.dtype)
     scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
     layers = [scaled.get(layer.name, layer) for layer in frozen.layers]
-    return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)
+    return Decomposition(replace(frozen, live=None, layers=layers), steps, score, outside)
 
 
 def _warn_of_matrices(graph: ScoreGraph, layers: Sequence[FrozenCall], steps: list[int]) -> None:
@@ -353,7 +353,7 @@ _MixerRead = tuple[FrozenCall, _Cut, _Coefficients]
 def _step(group: Sequence[_MixerRead], batch: int) -> LayerStep:
     for layer, cut, at in group:
         if at.stream is not None and cut.before.shape == cut.exit.shape:
-            before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at.stream))
+            before, at_before = (_in_model_order(layer, x, batch) for x in (cut.before, at.stream))
             stream = next(cut.stream for _, cut, _ in group if cut.stream is not None)
             return LayerStep([_as_added(*read, stream, batch) for read in group], before, at_before)
     raise UnsupportedModelError(
@@ -367,12 +367,12 @@ def _as_added(
     layer: FrozenCall, cut: _Cut, at: _Coefficients, stream: Point, batch: int
 ) -> tuple[list[FrozenCall], Tensor]:
     # A mixer with what multiplies its output before it meets the stream, and its direction there.
-    direction = _in_place(layer, at.exit, batch)
+    direction = _in_model_order(layer, at.exit, batch)
     if at.root is None or at.at_root is None:
         return [layer], direction
     rounding = max(1e-3, 4 * torch.finfo(at.exit.dtype).eps)
     # The sum is of tokens in the model's order, or in the mixer's.
-    for order, place in ((layer.order, replace(layer, order=None)), (None, layer)):
+    for order, ordered in ((layer.order, replace(layer, order=None)), (None, layer)):
         orders = [None if order is None else order.flatten(), None]
         # A product with what the stream is made into counts half for each side.
         scale, of_stream = (
@@ -384,7 +384,7 @@ def _as_added(
         # In units of the stream.
         unit = 1 if of_stream is None or not of_stream.all() else of_stream
         scale, summed = (
-            x if x.dim() == 1 else _in_place(place, x.unflatten(0, (batch, -1)), batch)
+            x if x.dim() == 1 else _in_model_order(ordered, x.unflatten(0, (batch, -1)), batch)
             for x in (y.to(direction.device) for y in (scale / unit, at.at_root * unit))
         )
         off = (direction - scale.to(summed) * summed).norm()
@@ -393,7 +393,7 @@ def _as_added(
     return [layer], direction
 
 
-def _in_place(layer: FrozenCall, x: Tensor, batch: int) -> Tensor:
+def _in_model_order(layer: FrozenCall, x: Tensor, batch: int) -> Tensor:
     # A tensor at the mixer's tokens, in the model's order: (B, T, E).
     moved = in_order(replace(layer.source, gradient=x), layer.order, batch).gradient
     assert moved is not None

@@ -39,7 +39,7 @@ class UnreadStreamError(ValueError):
 
 @dataclass(frozen=True)
 class _Stream:
-    # The residual stream at one place, (B, L, E), and where it is in the graph of the run.
+    # The residual stream at one point, (B, L, E), and where it is in the graph of the run.
     values: Tensor
     point: Point | None = None
 

@@ -231,7 +231,7 @@ class GridMaps:
     def streams(self, step: int, chosen: LayerMap | None) -> set[int]:
         """The steps before which residual streams leave that are added to what this one returns.
 
-        Each way past the mixers counts once: also that inside of a mixer which adds its input to
+        Each way around the mixers counts once: also that inside of a mixer which adds its input to
         what it returns, as Inkling's convolutions do.
         """
         steps = {step - back for back in self.wiring.steps[step].around}
@@ -254,9 +254,9 @@ def raw_row(maps: GridMaps) -> list[Tensor]:
     """The query's row, averaged over steps: ``(B, L)`` for each input."""
     query, wiring = maps.frozen.require_query(), maps.wiring
     asked: dict[int, Tensor] = {}
-    if wiring.past is not None:
+    if wiring.unheld is not None:
         warnings.warn(
-            f"{wiring.past}, which the maps of single layers do not show. A rollout follows it.",
+            f"{wiring.unheld}, which the maps of single layers do not show. A rollout follows it.",
             UserWarning,
             stacklevel=2,
         )
@@ -289,7 +289,7 @@ def rollout_row(maps: GridMaps, *, are_means: bool = False) -> list[Tensor]:
     def through(step: int, w: Tensor) -> dict[int | None, Tensor]:
         m = maps.at(step)
         streams = maps.streams(step, m)
-        if m is None:  # not chosen: the tokens go past it
+        if m is None:  # not chosen: the tokens go around it
             return {min(streams, default=step): w}
         if are_means:
             return {None: m.rmatvec(_over(w, m.row_sums())), **dict.fromkeys(streams, w)}

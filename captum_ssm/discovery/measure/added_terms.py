@@ -100,15 +100,15 @@ def _completions(
         each = iter(_skips(rerun, projection.inputs, directions, sources))
         skips = [_next_to_each_other([*islice(each, len(some))], some) for some in sets]
         skipped = _with_skips(mixer, skips)
-        past_norm = _past_norm(skipped, skips)
+        norm_of_skips = _norm_of_skips(skipped, skips)
         branches: list[tuple[FrozenMixer, Tensor]] = []
         for with_branches in (False, True):
             if with_branches and not (branches := _branches(rerun, projection, convolutions)):
                 continue
             whole = _with_branches(skipped, branches) if with_branches else skipped
             yield whole
-            if past_norm is not None:
-                yield _with_offset(whole, past_norm)
+            if norm_of_skips is not None:
+                yield _with_offset(whole, norm_of_skips)
 
 
 def _skips(
@@ -151,8 +151,8 @@ def _next_to_each_other(
 
 
 def _read_values(later: Point, direction: Direction) -> Point | None:
-    # What the values of a scan are a view of, where it is read past the scan. The graph may lead on
-    # by what a slice leaves out (transforms take twice as many tokens), so gradients decide.
+    # What the values of a scan are a view of, where it is read around the scan. The graph may lead
+    # on by what a slice leaves out (transforms take twice as many tokens), so gradients decide.
     values = direction.cut.values
     noise = [later.noise()]
     while values is not None:
@@ -218,7 +218,7 @@ def _over(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == 0, 0, a / torch.where(b == 0, 1, b))
 
 
-def _past_norm(mixer: FrozenMixer, skips: Sequence[Tensor | None]) -> Tensor | None:
+def _norm_of_skips(mixer: FrozenMixer, skips: Sequence[Tensor | None]) -> Tensor | None:
     # What a norm would subtract of skips that are added after it, (B, L, D).
     parts = []
     for (scan, order, _), skip in zip(mixer.scans_in_order(), skips, strict=True):

@@ -60,7 +60,7 @@ class Convolution:
         """The convolution whose output is read at some positions, with a bias added after it.
 
         Raises:
-            NotMeasured: it does not run over the module's tokens, each at its place.
+            NotMeasured: it does not run over the module's tokens, each at its position.
         """
         if conv.point is None:
             raise rerun.refused("a convolution's input has no graph")
@@ -141,14 +141,14 @@ def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
 
 def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Convolution:
     shape, scan = conv.leaf.shape, direction.cut  # (B'', C, ...)
-    place, channel = (link.token >= 0).nonzero().unbind(1)
-    token, to = link.token[place, channel], link.channel[place, channel]
+    row, channel = (link.token >= 0).nonzero().unbind(1)
+    token, to = link.token[row, channel], link.channel[row, channel]
     # In the scan's order: the position and channel in the convolution of each entry. Where values
     # are products of two (Hyena's), the last one counts, and the other is its factor: by the rule
     # of products each has half of it.
-    index = torch.full(scan.leaf.shape, -1, device=place.device).flatten(0, 1)
+    index = torch.full(scan.leaf.shape, -1, device=row.device).flatten(0, 1)
     at = token * index.shape[1] + to
-    index.view(-1).scatter_reduce_(0, at, place * shape[1] + channel, "amax")
+    index.view(-1).scatter_reduce_(0, at, row * shape[1] + channel, "amax")
     factors = torch.zeros_like(index).index_put_((token, to), torch.ones_like(to), accumulate=True)
     index = direction.of(index.reshape(scan.leaf.shape), fill=-1)
     # An entry that an activation made zero, as ReLU does, is where others of its token and of its
@@ -156,7 +156,7 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
     is_read = index >= 0
     position = torch.where(is_read, index // shape[1], -1).amax(-1)
     if direction.enters is not None:  # it may read some of the tokens only
-        position = torch.where(position < 0, own_places(rerun, conv), position)
+        position = torch.where(position < 0, own_positions(rerun, conv), position)
     channels = torch.where(is_read, index % shape[1], -1).amax((0, 1))
     off = channels - torch.arange(len(channels), device=index.device)
     if len(offset := off[channels >= 0].unique()) == 1:
@@ -200,8 +200,8 @@ def input_positions(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
     return positions
 
 
-def own_places(rerun: Rerun, conv: CutConv) -> Tensor:
-    """The place in a convolution's output that is each of the module's tokens' own, ``(B, L)``."""
+def own_positions(rerun: Rerun, conv: CutConv) -> Tensor:
+    """Which token of a convolution's output is each of the module's tokens' own, ``(B, L)``."""
     B, here, there = rerun.B, conv.inputs.shape[2:], conv.leaf.shape[2:]
     if conv.point is None or conv.inputs.shape[0] != B:
         raise rerun.refused("a convolution does not run over all tokens of one example")

@@ -38,7 +38,7 @@ from captum_ssm.graph.readers import readers
 from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers.call import MixerCall, without_caches
 from captum_ssm.operators import WeightsOperator
-from captum_ssm.utils.clones import address
+from captum_ssm.utils.clones import is_same
 from captum_ssm.utils.copies import copied
 from captum_ssm.utils.nested import tensors_in
 from captum_ssm.utils.plain_graph import plain_graph
@@ -151,7 +151,8 @@ def run_cut(
         tokens = leaf.clone()
 
         def put(value: Any) -> Any:
-            if torch.is_tensor(value) and _is_same(value, recorded):
+            # Attention is given its tokens three times, and a recorded call holds them detached.
+            if torch.is_tensor(value) and is_same(value, recorded):
                 return tokens
             if torch.is_tensor(value):
                 value = value.detach()
@@ -241,13 +242,6 @@ def _is_by_token(later: Point, earlier: Point) -> bool:
         return False
     ordered = read_by.view(earlier.shape[0], -1).sort(1).values
     return not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any())
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    # Whether two arguments are one: as attention is given its tokens three times. A recorded call
-    # holds each of them detached.
-    same = x.shape == y.shape and x.stride() == y.stride()
-    return same and x.dtype == y.dtype and address(x) == address(y)
 
 
 def token_argument(call: MixerCall) -> Tensor:

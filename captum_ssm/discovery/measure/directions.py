@@ -21,7 +21,7 @@ from captum_ssm.operators import (
     TokenOperator,
 )
 from captum_ssm.operators.part import examples, part_of
-from captum_ssm.operators.permuted import placed
+from captum_ssm.operators.permuted import scattered
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Direction:
         part = self.in_scan(x)
         if self.enters is None:
             return part
-        return placed(part, self.enters, len(self.order), fill)
+        return scattered(part, self.enters, len(self.order), fill)
 
     @property
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """``(B, k, W l)``, where its tokens are among all of the scan."""
         rows, length = self.rows.view(len(self.rows), -1), self.cut.leaf.shape[1]
-        places = rows[..., None] * length + torch.arange(length, device=rows.device)  # (B W, k, l)
-        return places.unflatten(0, (-1, self.windows)).transpose(1, 2).flatten(2)
+        at = rows[..., None] * length + torch.arange(length, device=rows.device)  # (B W, k, l)
+        return at.unflatten(0, (-1, self.windows)).transpose(1, 2).flatten(2)
 
     @property
     def numbers(self) -> Tensor:
@@ -95,9 +95,9 @@ class Direction:
         Tokens that are laid side by side have one number.
         """
         numbers = torch.full((self.cut.leaf.shape[:2].numel(),), -1, device=self.order.device)
-        places = self.places
-        count = torch.arange(places[:, 0].numel(), device=places.device)
-        numbers[places.flatten()] = count.view(len(places), 1, -1).expand_as(places).flatten()
+        at = self.positions
+        count = torch.arange(at[:, 0].numel(), device=at.device)
+        numbers[at.flatten()] = count.view(len(at), 1, -1).expand_as(at).flatten()
         return numbers
 
     def readers(self, rerun: Rerun) -> Tensor | None:
@@ -107,7 +107,7 @@ class Direction:
         """
         assert self.cut.values is not None
         channels = torch.arange(self.start, self.stop, device=self.order.device)
-        at, labels = self.places.flatten(), self.numbers.clamp(min=0)
+        at, labels = self.positions.flatten(), self.numbers.clamp(min=0)
         read_by = readers(self.cut.values, rerun.tokens, channels, tokens=at, labels=labels)
         return None if read_by is None else read_by.view(rerun.B, rerun.L)
 
@@ -123,7 +123,7 @@ class Direction:
         if self.enters is None or self.lands is None:
             every = torch.arange(len(self.order), device=self.order.device)
             return inner if self.windows == 1 else PermutedOperator(inner, every)
-        if self._skip is not None and not self.lands_in_place:
+        if self._skip is not None and not self.lands_back:
             diagonal = self._skip.reshape(inner.sizes[:3]).to(inner.dtype)
             inner = SumOperator((inner, SkipOperator(diagonal)))
         return MovedOperator(inner, self.enters, self.lands, len(self.order))
@@ -133,7 +133,7 @@ class Direction:
         return part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
 
     @property
-    def lands_in_place(self) -> bool:
+    def lands_back(self) -> bool:
         """Whether its results land on the tokens that its values are made of."""
         assert self.enters is not None
         assert self.lands is not None
@@ -148,7 +148,7 @@ class Direction:
         values = self.in_scan(self.cut.scan.values.detach()) * (self.enters < 0)[:, None]
         y = self._inner.matvec(values.reshape(self._inner.sizes[:3])).reshape(values.shape)
         y = y if self._skip is None else torch.addcmul(y, self._skip, values)
-        added = placed(y, self.lands, len(self.order))
+        added = scattered(y, self.lands, len(self.order))
         return added if bool(added.any()) else None
 
     @property
@@ -156,7 +156,7 @@ class Direction:
         """The scan's own factor of its values, ``(B, L, D)``."""
         if self._skip is None or self.enters is None:
             return self._skip
-        return placed(self._skip, self.enters, len(self.order)) if self.lands_in_place else None
+        return scattered(self._skip, self.enters, len(self.order)) if self.lands_back else None
 
     @property
     def _skip(self) -> Tensor | None:
@@ -246,7 +246,7 @@ def _factor(direction: Direction, factors: Tensor) -> Tensor:
     factor = direction.in_scan(factors.to(direction.cut.leaf.dtype))
     if direction.lands is None:
         return factor
-    factor = placed(factor, direction.lands, len(direction.order))
+    factor = scattered(factor, direction.lands, len(direction.order))
     return torch.where((factor == 0).all(-1, keepdim=True), 1, factor)
 
 

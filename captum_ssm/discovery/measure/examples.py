@@ -77,7 +77,7 @@ def _together(
     operator = PackedOperator(recurrences, tuple(rows), tuple(positions), shape)
     ones = [torch.ones_like(mixer.inputs) for mixer in mixers]
 
-    def placed(name: str) -> Tensor | None:
+    def scattered(name: str) -> Tensor | None:
         tensors = [getattr(mixer, name) for mixer in mixers]
         if all(x is None for x in tensors):
             return None
@@ -86,8 +86,8 @@ def _together(
             ones_of_mixer if x is None else x.expand_as(ones_of_mixer) for x, ones_of_mixer in pairs
         )
 
-    inputs, activation = placed("inputs"), placed("activation")
-    factors: dict[str, Any] = {name: placed(name) for name in ("skip", "gate", "norm", "offset")}
+    inputs, activation = scattered("inputs"), scattered("activation")
+    factors: dict[str, Any] = {name: scattered(name) for name in ("skip", "gate", "norm", "offset")}
     dense = [mixer.dense_skip for mixer in mixers if mixer.dense_skip is not None]
     if len(dense) == len(mixers):
         factors["dense_skip"] = operator.placed(dense)

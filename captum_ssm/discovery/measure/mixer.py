@@ -141,7 +141,7 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
         moved = [entered(rerun, direction) for direction in directions]
     except NotMeasured as error:
         raise refused or error from None
-    if refused is not None and all(direction.lands_in_place for direction in moved):
+    if refused is not None and all(direction.lands_back for direction in moved):
         raise refused
     return _of_directions(rerun, projection, moved)
 

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_input, conv2d_input
 
-from captum_ssm.discovery.measure.convolution import link_before, own_places
+from captum_ssm.discovery.measure.convolution import link_before, own_positions
 from captum_ssm.discovery.measure.cut_run import CutConv
 from captum_ssm.discovery.measure.directions import Direction
 from captum_ssm.discovery.measure.rerun import Rerun
 from captum_ssm.graph.points import Point, gradients
 from captum_ssm.graph.readers import Entries
-from captum_ssm.operators.permuted import place_of
+from captum_ssm.operators.permuted import inverted
 
 
 def entered(rerun: Rerun, direction: Direction) -> Direction:
     """A direction with the module's tokens that its values are made of.
 
-    A value is made of the token that it reads; after a convolution of the token whose own place in
-    the convolution that is.
+    A value is made of the token that it reads; after a convolution of the token whose own position
+    in the convolution that is.
 
     Raises:
         NotMeasured: values are made of several tokens, or padding depends on the tokens.
@@ -34,7 +34,7 @@ def entered(rerun: Rerun, direction: Direction) -> Direction:
     numbers = (
         direction.readers(rerun)
         if conv is None or link is None
-        else _by_place(rerun, direction, conv, link)
+        else _by_position(rerun, direction, conv, link)
     )
     if numbers is None:
         raise rerun.refused(f"what {direction.cut.scan.name} is given is made of several tokens")
@@ -45,7 +45,7 @@ def entered(rerun: Rerun, direction: Direction) -> Direction:
     at = torch.where(numbers >= 0, numbers % length, -1)
     if bool((at != at[:1]).any()):
         raise rerun.refused("examples of the batch enter its scans in different orders")
-    direction = replace(direction, enters=place_of(at[0], length))
+    direction = replace(direction, enters=inverted(at[0], length))
     if direction.padding is not None and _padding_reads_tokens(rerun, direction):
         raise rerun.refused(
             f"what {direction.cut.scan.name} is given in addition to its tokens (padding) is made "
@@ -54,10 +54,10 @@ def entered(rerun: Rerun, direction: Direction) -> Direction:
     return replace(direction, order=every)
 
 
-def _by_place(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Tensor:
-    # As :meth:`Direction.readers`, by the tokens' own places in the convolution.
+def _by_position(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Tensor:
+    # As :meth:`Direction.readers`, by the tokens' own positions in the convolution.
     number = direction.numbers[link.token.clamp(min=0)]
-    return torch.where(link.token >= 0, number, -1).amax(1)[own_places(rerun, conv)]
+    return torch.where(link.token >= 0, number, -1).amax(1)[own_positions(rerun, conv)]
 
 
 def _padding_reads_tokens(rerun: Rerun, direction: Direction) -> bool:
@@ -66,7 +66,7 @@ def _padding_reads_tokens(rerun: Rerun, direction: Direction) -> bool:
     values, enters = direction.cut.values, direction.enters
     assert values is not None
     assert enters is not None
-    padding = direction.places[..., enters < 0].flatten()
+    padding = direction.positions[..., enters < 0].flatten()
     noise = values.noise()
     seed = torch.zeros_like(noise)
     channels = slice(direction.start, direction.stop)

@@ -60,7 +60,7 @@ class Projection:
         return self.channels is not None and len(self.channels.unique()) < len(self.channels)
 
     def added_up(self, y: Tensor) -> Tensor:
-        """``y (..., G)`` with what is given to one channel added up, at each place of it."""
+        """``y (..., G)`` with what is given to one channel added up, at each position of it."""
         if not self.repeats or self.channels is None:
             return y
         total = y.new_zeros(*y.shape[:-1], int(self.channels.max()) + 1)

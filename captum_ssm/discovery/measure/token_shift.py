@@ -36,7 +36,7 @@ def share_of_neighbors(
 def _share(rerun: Rerun, direction: Direction) -> float:
     numbers = direction.readers(rerun)
     if numbers is None:
-        return _of_shift(rerun, direction, direction.places[0])
+        return _of_shift(rerun, direction, direction.positions[0])
     lands = direction.order[numbers % rerun.L]
     is_other = lands != torch.arange(rerun.L, device=lands.device)
     if bool((is_other & (numbers >= 0)).any()):

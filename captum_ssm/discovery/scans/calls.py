@@ -37,7 +37,7 @@ from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.patch_functions import own_codes, patched_functions
 from captum_ssm.utils.signatures import signature
 
-# The last ones stand for the products, the loops and the sums at all places in the code.
+# The last ones stand for the products, the loops and the sums at all sites in the code.
 _BUILT_IN = (
     F.scaled_dot_product_attention,
     fourier_convolution,
@@ -158,22 +158,22 @@ def is_built_in(function: Callable[..., Any]) -> bool:
 
 
 def is_product(function: Callable[..., Any]) -> bool:
-    """Whether a function stands for a product with a matrix at one place in the code."""
+    """Whether a function stands for a product with a matrix at one site in the code."""
     return isinstance(function, TokenProduct)
 
 
 def is_loop(function: Callable[..., Any]) -> bool:
-    """Whether a function stands for a loop over tokens at one place in the code."""
+    """Whether a function stands for a loop over tokens at one site in the code."""
     return isinstance(function, TokenLoop)
 
 
 def is_sum(function: Callable[..., Any]) -> bool:
-    """Whether a function stands for a sum over tokens at one place in the code."""
+    """Whether a function stands for a sum over tokens at one site in the code."""
     return isinstance(function, TokenSum)
 
 
 def _anywhere(function: Callable[..., Any]) -> Callable[..., Any]:
-    # What stands for products, loops or sums at all places in the code; another function itself.
+    # What stands for products, loops or sums at all sites in the code; another function itself.
     everywhere: dict[type, Callable[..., Any]] = {
         TokenProduct: token_product,
         TokenLoop: token_loop,
@@ -328,6 +328,6 @@ class _BuiltIn(TorchFunctionMode):
             return self.gathers.run(func, args, kwargs, self._is_known, self._handle)
         return func(*args, **kwargs)
 
-    def _is_known(self, place: TokenProduct | TokenLoop | TokenSum) -> bool:
-        is_any = _anywhere(place) in self.known and place not in self.without
-        return is_any or place in self.known
+    def _is_known(self, site: TokenProduct | TokenLoop | TokenSum) -> bool:
+        is_any = _anywhere(site) in self.known and site not in self.without
+        return is_any or site in self.known

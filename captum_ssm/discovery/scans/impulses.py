@@ -16,6 +16,7 @@ from torch import Tensor
 
 from captum_ssm.discovery.scans.calls import FunctionCall, not_intercepted
 from captum_ssm.discovery.scans.form import Candidate
+from captum_ssm.discovery.scans.steps import LARGEST
 from captum_ssm.operators import WeightsOperator
 from captum_ssm.utils.nested import first_of
 
@@ -29,8 +30,6 @@ _LAYOUTS: dict[int, tuple[tuple[str, int, int | None], ...]] = {
     3: (("BLD", 1, None),),
     4: (("BLHP", 1, 2), ("BHLP", 2, 1)),
 }
-# The numbers of all maps together; those of longer sequences would not fit into memory.
-_LARGEST = 1 << 28
 
 
 def measurable_values(call: FunctionCall, returned: Tensor) -> str | None:
@@ -50,7 +49,7 @@ def measurable_values(call: FunctionCall, returned: Tensor) -> str | None:
     if v.shape[-1] != returned.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         return None
     numbers = returned.shape[:-1].numel() * max(returned.shape[1:-1])
-    return names[2] if q.shape[:-1] == returned.shape[:-1] and numbers <= _LARGEST else None
+    return names[2] if q.shape[:-1] == returned.shape[:-1] and numbers <= LARGEST else None
 
 
 def candidates_by_impulses(call: FunctionCall, name: str, returned: Tensor) -> Iterator[Candidate]:

@@ -39,8 +39,8 @@ from captum_ssm.discovery.scans.steps import (
 from captum_ssm.discovery.scans.trace import Traced
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, TokenOperator, WeightsOperator
 
-_FIRST = 4  # steps that places for the values are tried on
-_AT_ONCE = 8  # places that are tried in one run
+_FIRST = 4  # steps that readings of the values are tried on
+_AT_ONCE = 8  # readings that are tried in one run
 
 
 def read_loop(
@@ -72,7 +72,7 @@ def read_loop(
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _Reading:
     # Where the values are read in each step, and the state that is made of them in each.
     slots: list[Slot]
     states: list[Traced]
@@ -94,22 +94,22 @@ class _Loop:
         Raises:
             NotRead: after the last candidate.
         """
-        places, others, mixed = [*self._places()], list[tuple[int, _Place]](), set[int]()
-        for first in range(0, len(places), _AT_ONCE):
-            for number, place in self._states(places[first : first + _AT_ONCE], mixed):
+        readings, others, mixed = [*self._readings()], list[tuple[int, _Reading]](), set[int]()
+        for first in range(0, len(readings), _AT_ONCE):
+            for number, reading in self._states(readings[first : first + _AT_ONCE], mixed):
                 if number:
-                    others.append((number, place))
+                    others.append((number, reading))
                 else:
-                    yield from self._of(place)
-        for _, place in sorted(others, key=lambda other: other[0]):
-            yield from self._of(place)
+                    yield from self._of(reading)
+        for _, reading in sorted(others, key=lambda other: other[0]):
+            yield from self._of(reading)
         whys = [self._ended(), "its steps mix channels, so no map per head holds them"]
         whys = [why for why, holds in zip(whys, (whys[0], mixed), strict=True) if holds]
         raise NotRead("; ".join(whys) or "its steps add up more than one thing of their tokens")
 
-    def _places(self) -> Iterator[list[Slot]]:
+    def _readings(self) -> Iterator[list[Slot]]:
         # Where the values may be: what each step reads anew, and not of earlier steps. The last
-        # such place first, then all of the same thing.
+        # such reading first, then all of the same thing.
         steps, seen = self.steps, set[tuple[Slot, ...]]()
         for slot, alike in steps.slots():
             if slot[0] >= len(steps.calls[0]):
@@ -126,20 +126,20 @@ class _Loop:
                     yield slots
 
     def _states(
-        self, places: Sequence[list[Slot]], mixed: set[int]
-    ) -> Iterator[tuple[int, _Place]]:
-        # What is made in each step of the values at some places, and holds all that the result of
+        self, readings: Sequence[list[Slot]], mixed: set[int]
+    ) -> Iterator[tuple[int, _Reading]]:
+        # What is made in each step of the values by some readings, and holds all that the result of
         # the step depends on of earlier steps, with the number of its call. Noted are calls
         # whose channels are mixed.
         rerun, first = LoopRerun(self.steps), self.steps.calls[0]
-        read = [first[-1 - slots[0][0]].values()[slots[0][1]] for slots in places]
+        read = [first[-1 - slots[0][0]].values()[slots[0][1]] for slots in readings]
         noise = [_noise(x) for x in read]
 
         def change(step: int, slot: Slot, x: Tensor) -> Tensor | None:
-            changed = [n for n, slots in enumerate(places) if slot in slots]
+            changed = [n for n, slots in enumerate(readings) if slot in slots]
             if not changed:
                 return None
-            rows = in_double(x).new_zeros(len(places), 3, *x.shape)
+            rows = in_double(x).new_zeros(len(readings), 3, *x.shape)
             for n in changed:
                 rows[n, 0] = in_double(x)
                 if step == 0:
@@ -153,12 +153,12 @@ class _Loop:
                 if not all(made in known for made in states[:_FIRST]) or not self._hold(states):
                     continue
                 recorded = [rerun.values[made] for made in states[:_FIRST]]
-                for n, slots in enumerate(places):
+                for n, slots in enumerate(readings):
                     changes = [known[made][3 * n : 3 * n + 3] for made in states[:_FIRST]]
                     is_state, is_mixed = self._are_states(recorded, changes, noise[n])
                     mixed |= {number} if is_mixed else set()
                     if is_state and not is_mixed:
-                        yield number, _Place(slots, states)
+                        yield number, _Reading(slots, states)
 
     def _are_states(
         self, recorded: Sequence[Tensor], changes: Sequence[Tensor], noise: Tensor
@@ -184,10 +184,10 @@ class _Loop:
                 return False
         return True
 
-    def _of(self, place: _Place) -> Iterator[Candidate]:
-        # What the loop computes of the values at a place.
+    def _of(self, reading: _Reading) -> Iterator[Candidate]:
+        # What the loop computes of the values by a reading.
         rerun, order = LoopRerun(self.steps), torch.tensor(self.at, device=self.gathered.device)
-        states, (number, argument) = place.states, place.slots[0]
+        states, (number, argument) = reading.states, reading.slots[0]
         with torch.no_grad():
             recorded = [made.call.outputs(made.call.values())[made.output] for made in states]
         after = partial(self._after, states, recorded[0].shape)
@@ -196,7 +196,7 @@ class _Loop:
         recorded = [x.reshape(shape) for x in recorded]
         read = [call.values()[argument].reshape(shape) for call in self.steps.at(number)]
         values, returned = self._by_token(read), self._by_token(recorded)
-        changes = partial(self._changes, rerun, place, shape)
+        changes = partial(self._changes, rerun, reading, shape)
         for candidate in _candidates(changes, values, len(read)):
             operator = candidate.operator
             if bool((order.diff() != 1).any()):
@@ -214,20 +214,20 @@ class _Loop:
         return sorted(range(len(self.at)), key=lambda step: self.at[step])
 
     def _changes(
-        self, rerun: LoopRerun, place: _Place, shape: torch.Size, impulses: Tensor
+        self, rerun: LoopRerun, reading: _Reading, shape: torch.Size, impulses: Tensor
     ) -> Tensor:
         # How the states change with impulses (I, L), by step, in all channels of the values:
         # (L, I, B, D).
         def change(step: int, slot: Slot, x: Tensor) -> Tensor | None:
-            if slot not in place.slots:
+            if slot not in reading.slots:
                 return None
             size = impulses[:, step].to(in_double(x)).view(-1, *[1] * x.dim())
             return size.expand(-1, *x.shape)
 
-        known = rerun.changes(change, {*place.states})
+        known = rerun.changes(change, {*reading.states})
         like = next(iter(known.values()))
         none = like.new_zeros(len(impulses), *shape)
-        return torch.stack([known.get(m, none).view_as(none) for m in place.states]).flatten(3)
+        return torch.stack([known.get(m, none).view_as(none) for m in reading.states]).flatten(3)
 
     def _after(self, states: Sequence[Traced], shape: torch.Size, y: Tensor) -> Tensor:
         # What the loop gathers of other states (B, L, D).

@@ -21,7 +21,7 @@ LARGEST = 1 << 28
 LINEAR = 1e-6  # relative error of what a linear function returns in float64
 _FACTOR = -1.7  # of a change, to see whether a result changes in proportion
 
-# A place in each step: which call, counted from the step's end, and which of its arguments.
+# A slot of each step: which call, counted from the step's end, and which of its arguments.
 Slot = tuple[int, int]
 # By step, slot and argument: how that argument changes, ``(I, ...)`` of I runs; None as it is.
 Change = Callable[[int, Slot, Tensor], Tensor | None]
@@ -90,7 +90,7 @@ class LoopSteps:
         return any(self.is_carried(read, step) for call in calls for read in call.made)
 
     def slots(self) -> Iterator[tuple[Slot, list[Slot]]]:
-        """The places where a step reads something, the last first, with all that read the same."""
+        """The slots at which a step reads, the last first, with all that read the same."""
         reads = [
             ((at, n), made)
             for at, call in enumerate(reversed(self.calls[-1]))
@@ -104,7 +104,7 @@ class LoopSteps:
         return [calls[-1 - number] for calls in self.calls]
 
     def made(self, step: int, slot: Slot) -> Traced | None:
-        """How what a step reads at a place was made."""
+        """How what a step reads at a slot was made."""
         return self.calls[step][-1 - slot[0]].made[slot[1]]
 
 

@@ -136,8 +136,8 @@ class ExplainedDataset:
 
     def __getitem__(self, index: int) -> Explanation:
         size = self.manifest["rows_per_shard"]
-        place = index + len(self) if index < 0 else index
-        number, row = divmod(place, size)
+        position = index + len(self) if index < 0 else index
+        number, row = divmod(position, size)
         table = self._table(number) if number in self._paths else None
         if table is None or row >= len(table):
             raise IndexError(self._missing(index))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from captum_ssm.explanation.corpus.parts import PLACES
+from captum_ssm.explanation.corpus.parts import ORDERED, ReportData
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
 from captum_ssm.explanation.page.data import page_data, rounded
-
-if TYPE_CHECKING:
-    from captum_ssm.explanation.corpus.report import Report
-    from captum_ssm.explanation.explanation import Explanation
+from captum_ssm.explanation.parts import ExplanationData
 
 FORMAT = "captum_ssm.report/1"
 MOST_TEXTS = 800_000  # characters of the examples that are shown as texts
@@ -23,7 +20,7 @@ MOST_SLICES = 40
 MOST_KEYS = {True: 30, False: 12}  # of all examples, and of a slice
 
 
-def report_data(report: Report) -> dict[str, Any]:
+def report_data(report: ReportData) -> dict[str, Any]:
     """The report as JSON, of bounded size however large the corpus is."""
     shown, other = _texts(report)
     step = -(-len(report.examples) // MOST_LISTED)
@@ -74,7 +71,7 @@ def report_data(report: Report) -> dict[str, Any]:
     }
 
 
-def _left_out(report: Report, listed: int, shown: int) -> list[str]:
+def _left_out(report: ReportData, listed: int, shown: int) -> list[str]:
     # What the page leaves out, so that it stays small.
     count, told = len(report.examples), []
     if listed < count:
@@ -95,7 +92,7 @@ def _left_out(report: Report, listed: int, shown: int) -> list[str]:
     return told
 
 
-def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
+def _texts(report: ReportData) -> tuple[tuple[list[int], Any], tuple[list[int], Any]]:
     # The most wanted examples, as many as there is room for; of two runs both.
     rows: list[int] = []
     size = 0
@@ -113,7 +110,7 @@ def _texts(report: Report) -> tuple[tuple[list[int], Any], tuple[list[int], Any]
 
 
 def _joined(
-    title: str, explanations: Mapping[int, Explanation], rows: Sequence[int]
+    title: str, explanations: Mapping[int, ExplanationData], rows: Sequence[int]
 ) -> dict[str, Any] | None:
     # Explanations of a data set each have the title of their own answer.
     if not rows:
@@ -123,7 +120,7 @@ def _joined(
     return page_data(replace(light[0], title=title, examples=examples))
 
 
-def _light(explanation: Explanation) -> Explanation:
+def _light(explanation: ExplanationData) -> ExplanationData:
     (example,) = explanation.examples
     lens = tuple(replace(output, lens=()) for output in example.outputs)
     return replace(explanation, examples=(replace(example, maps=(), circuits=(), outputs=lens),))
@@ -132,7 +129,7 @@ def _light(explanation: Explanation) -> Explanation:
 def _shares(shares: Mapping[str, tuple[Share, ...]], is_all: bool) -> dict[str, list[Any]]:
     by_kind = {}
     for kind, entries in shares.items():
-        most = len(entries) if kind in PLACES else MOST_KEYS[is_all]
+        most = len(entries) if kind in ORDERED else MOST_KEYS[is_all]
         by_kind[kind] = [
             [
                 entry.key,
@@ -166,7 +163,7 @@ def _difference(difference: Difference) -> list[Any]:
     return [difference.kind, difference.key, *(rounded(value, 3) for value in numbers)]
 
 
-def _change(report: Report) -> dict[str, Any] | None:
+def _change(report: ReportData) -> dict[str, Any] | None:
     change = report.change
     if change is None:
         return None

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from captum_ssm.explanation.corpus.changes import Change
 from captum_ssm.explanation.corpus.readings import ExampleFacts
+from captum_ssm.explanation.corpus.shares import Share
+from captum_ssm.explanation.corpus.slices import Slice
+from captum_ssm.explanation.explanation import Explanation
 
-PLACES = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
+ORDERED = ("tenth", "start", "end", "distance", "layer")  # kinds whose keys have an order
 
 
 @dataclass(frozen=True)
@@ -43,3 +47,32 @@ class ReportExample(ExampleFacts):
     columns: Mapping[str, Any] = field(default_factory=dict)
     moved: float | None = None
     flipped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData:
+    """What a :class:`Report` holds, for the modules that it is built on."""
+
+    title: str
+    model: str
+    method: str
+    units: str
+    examples: tuple[ReportExample, ...]
+    shares: Mapping[str, tuple[Share, ...]]
+    slices: tuple[Slice, ...]
+    change: Change | None
+    errors: Mapping[int, str]
+    shown: Mapping[int, Explanation]
+    shown_other: Mapping[int, Explanation]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> float | None:
+        """The part of the examples that is predicted right; None where no target was given."""
+        known = [example.right for example in self.examples if example.right is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def own(self) -> float:
+        """The mean share of the token at which the answer is read."""
+        return sum(example.own for example in self.examples) / len(self.examples)

@@ -16,7 +16,7 @@ def profiles(readings: list[Reading], units: str) -> np.ndarray:
     """One row per example: the square roots of its shares by tenth of the text and by unit.
 
     The Euclidean distance of two rows is the Hellinger distance of their shares, between 0 and 1,
-    with places and units counting half each.
+    with positions and units counting half each.
 
     Args:
         readings (list of Reading): of N examples.

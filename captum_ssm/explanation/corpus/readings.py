@@ -14,7 +14,7 @@ from captum_ssm.explanation.tables import shares, told_answer
 from captum_ssm.explanation.units import bounds_of, read_apart, texts_of
 
 TENTHS = 10
-EXACT = 16  # places up to this one are told apart; further ones share a bin, each twice as wide
+EXACT = 16  # positions up to this one are told apart; further ones share a bin, each twice as wide
 WIDTH = 90  # characters of a text that is listed
 
 # A part's share is what all of its tokens carry; a token's is its own.
@@ -28,7 +28,7 @@ class ExampleFacts:
     Args:
         index (int): its row of the data.
         name, text (str): the example's, shortened.
-        target, prediction (str): what is explained, and the likeliest answers at its place.
+        target, prediction (str): what is explained, and the likeliest answers at its position.
         right (bool or None): whether they are the same; None where no target was given.
         probability (float or None): of the target; of several tokens, the product.
         length (int): tokens that are read.
@@ -128,7 +128,7 @@ def read(
         at = output.reading_token
         share = shares(values)
         signed = share * np.sign(values)
-        _add_places(sums, share, signed, counted, len(values) - 1 if at is None else at)
+        _add_positions(sums, share, signed, counted, len(values) - 1 if at is None else at)
         row = _add_units(sums, "token", example, values, counted)
         if units != "token":
             row = _add_units(sums, units, example, values, counted)
@@ -155,8 +155,8 @@ def shortened(text: str) -> str:
     return line if len(line) <= WIDTH else "… " + line[2 - WIDTH :].partition(" ")[2]
 
 
-def place(number: int) -> int:
-    """The bin of a place: itself up to 15, and the first of 16 .. 31, 32 .. 63 and so on."""
+def bin_of(number: int) -> int:
+    """The bin of a position: itself up to 15, and the first of 16 .. 31, 32 .. 63 and so on."""
     size = abs(number)
     return number if size < EXACT else int(np.sign(number)) * 2 ** (size.bit_length() - 1)
 
@@ -178,7 +178,7 @@ def _values(
     return values[: last + 1], read_apart(example, output) if reading_token is None else apart
 
 
-def _add_places(
+def _add_positions(
     sums: _Sums, share: np.ndarray, signed: np.ndarray, counted: np.ndarray, at: int
 ) -> None:
     L, positions = len(share), np.flatnonzero(counted)
@@ -187,7 +187,7 @@ def _add_places(
         ("end", L - 1 - positions),
         ("distance", at - positions),
     ):
-        sums.add(kind, [place(int(k)) for k in keys], share[positions], signed[positions])
+        sums.add(kind, [bin_of(int(k)) for k in keys], share[positions], signed[positions])
     # A token that reaches over the border of two tenths is divided between them.
     edges, borders = np.linspace(0, 1, L + 1), np.linspace(0, 1, TENTHS + 1)
     tenths = [
@@ -224,7 +224,7 @@ def _add_parts(
 
 
 def _add_layers(sums: _Sums, example: Example, output: Output) -> None:
-    # How much of what the layers' maps read of other tokens, at this place, each layer reads.
+    # How much of what the layers' maps read of other tokens, at this position, each layer reads.
     if not example.maps or output.position is None:
         return
     layers = example.maps[0].layers
@@ -244,7 +244,7 @@ def _answers(example: Example, outputs: list[Output]) -> tuple[str, str, float |
 
 
 def rows_of_kind(readings: list[Reading], kind: str) -> Iterator[tuple[int, list[Any], np.ndarray]]:
-    """Each reading that has this kind of keys: its place in the list, its keys, its numbers."""
+    """Each reading that has this kind of keys: its index in the list, its keys, its numbers."""
     for k, reading in enumerate(readings):
         if kind in reading.kinds:
             yield k, *reading.kinds[kind]

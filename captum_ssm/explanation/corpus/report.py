@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from captum_ssm.explanation import file as _file
-from captum_ssm.explanation.corpus.changes import Change
 from captum_ssm.explanation.corpus.page_data import report_data
-from captum_ssm.explanation.corpus.parts import ReportExample
+from captum_ssm.explanation.corpus.parts import ReportData
 from captum_ssm.explanation.corpus.shares import Difference, Share
 from captum_ssm.explanation.corpus.slices import Slice
-from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.read import printable
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ BAR = 24
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class Report(ReportData):
     """Which parts of their texts many explained examples rest on, made by :func:`summarize`.
 
     Args:
@@ -49,30 +47,6 @@ class Report:
         ('token', 3)
         >>> report.to_html(folder / "report.html")
     """
-
-    title: str
-    model: str
-    method: str
-    units: str
-    examples: tuple[ReportExample, ...]
-    shares: Mapping[str, tuple[Share, ...]]
-    slices: tuple[Slice, ...]
-    change: Change | None
-    errors: Mapping[int, str]
-    shown: Mapping[int, Explanation]
-    shown_other: Mapping[int, Explanation]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def right(self) -> float | None:
-        """The part of the examples that is predicted right; None where no target was given."""
-        known = [example.right for example in self.examples if example.right is not None]
-        return sum(known) / len(known) if known else None
-
-    @property
-    def own(self) -> float:
-        """The mean share of the token at which the answer is read."""
-        return sum(example.own for example in self.examples) / len(self.examples)
 
     def __repr__(self) -> str:
         return f"<Report on {len(self.examples)} examples of {self.model} by {self.method}>"

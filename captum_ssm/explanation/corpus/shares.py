@@ -21,7 +21,7 @@ class Share:
             conversation), ``"tenth"`` (of the text), ``"start"``, ``"end"`` or ``"distance"`` (how
             many tokens after the first, before the last, and before the one at which the answer
             is read; from 16 on, bins that double), or ``"layer"``.
-        key (str or int): their text, name or place.
+        key (str or int): their text, name or position.
         examples (int): in how many examples there are any.
         count (float): how many there are; of several outputs, per output.
         share (float): the mean over examples of the share that one of them has: its part of the
@@ -146,7 +146,7 @@ class Difference:
 
     Args:
         kind (str): of the key, as of :class:`Share`.
-        key (str or int): the text, name or place.
+        key (str or int): the text, name or position.
         here, elsewhere (float): of a slice: the part of all relevance, in the slice and in the
             other examples. Of two runs: the mean share, in the other run and in this one.
         low, high (float): the interval of ``here`` minus ``elsewhere``, 95%.

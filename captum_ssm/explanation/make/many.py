@@ -206,9 +206,9 @@ class Explainer:
                 asked[k] = self._about(row)
             except Exception as error:  # whatever an input of any kind may raise
                 outcomes[k] = error
-        places = list(asked)
+        numbers = list(asked)
         for i, outcome in self._answered(list(asked.values()), None):
-            outcomes[places[i]] = outcome
+            outcomes[numbers[i]] = outcome
         return [outcomes[k] for k in range(len(rows))]
 
     def _about(self, row: InputRow) -> Answerable:

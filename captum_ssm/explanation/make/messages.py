@@ -104,11 +104,11 @@ class Conversation:
         return cls(tokenizer, tuple(said))
 
     def opened(self) -> TokenizedText:
-        """All that is said, up to the place where the assistant begins to answer."""
+        """All that is said, up to where the assistant begins to answer."""
         return self._marked(rendered(self.tokenizer, self.messages, True))
 
     def whole(self) -> TokenizedText:
-        """All that is said, without a place for an answer."""
+        """All that is said, without room for an answer."""
         return self._marked(rendered(self.tokenizer, self.messages, False))
 
     def asked(self, is_written: bool, target: Any, against: Any) -> tuple[TokenizedText, Any, Any]:
@@ -134,7 +134,7 @@ class Conversation:
         # The text before an answer, and the answer.
         said = (*self.messages, {"role": ANSWERS, "content": answer})
         whole = rendered(self.tokenizer, said, False)
-        bounds = [(start, end) for k, start, end in whole.places or [] if k == len(said) - 1]
+        bounds = [(start, end) for k, start, end in whole.spans or [] if k == len(said) - 1]
         tokens = whole.text.tokens
         inside = [k for k, token in enumerate(tokens) if bounds and belongs(token, *bounds[0])]
         if not inside:
@@ -166,11 +166,11 @@ class Conversation:
 
     def _marked(self, rendering: Rendering) -> TokenizedText:
         # The text with whose turn each part of it is, if that is known.
-        if rendering.places is None:
+        if rendering.spans is None:
             return rendering.text
         L = len(self.messages)
         speaker = _name([*self.messages, {"role": ANSWERS}], L)
-        said = [place for place in rendering.places if place[0] < L]
+        said = [span for span in rendering.spans if span[0] < L]
         turns = tuple(Turn(_name(self.messages, k), start, end) for k, start, end in said)
         return replace(rendering.text, turns=Turns(turns, speaker))
 

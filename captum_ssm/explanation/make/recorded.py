@@ -22,8 +22,8 @@ class Recorded:
 
     Args:
         format (str): what the record is.
-        logprobs (dict): log probabilities by the places, from 1 on, of the tokens that each is of:
-            one, or several that have it together.
+        logprobs (dict): log probabilities by the positions, from 1 on, of the tokens that each is
+            of: one, or several that have it together.
         bound (float, optional): how much each may differ, per token; None for any amount.
         temperature (float): by which the server divided the logits before it recorded.
         sampling (dict, optional): by which options the tokens were drawn. Default: ``{}``
@@ -38,7 +38,7 @@ class Recorded:
     @property
     def read_at(self) -> list[int]:
         """The tokens at which the model predicts those that have a log probability."""
-        return [place - 1 for places in self.logprobs for place in places]
+        return [position - 1 for positions in self.logprobs for position in positions]
 
     def compared(self, logits: Tensor, tokens: Sequence[Token]) -> Replay:
         """The comparison.
@@ -58,13 +58,13 @@ class Recorded:
             self.format,
             tuple(
                 TokenDifference(
-                    places[0],
-                    "".join(tokens[k].text for k in places),
+                    positions[0],
+                    "".join(tokens[k].text for k in positions),
                     recorded,
-                    sum(local[k - 1] for k in places),
-                    len(places),
+                    sum(local[k - 1] for k in positions),
+                    len(positions),
                 )
-                for places, recorded in self.logprobs.items()
+                for positions, recorded in self.logprobs.items()
             ),
             self.bound,
             self.temperature,

@@ -29,7 +29,7 @@ Outcome = Example | Exception
 def answered(
     asked: Sequence[Answerable], writing: Generation | None
 ) -> Iterator[tuple[int, Outcome]]:
-    """The example of each question by its place, or the error of its input; shorter inputs first.
+    """The example of each question by its index, or the error of its input; shorter inputs first.
 
     Args:
         asked (sequence): a question about each input.

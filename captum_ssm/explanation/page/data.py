@@ -6,7 +6,7 @@ import base64
 import math
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from captum_ssm.explanation.parts import (
     START,
     Answer,
     Example,
+    ExplanationData,
     Maps,
     Output,
     Token,
@@ -26,16 +27,13 @@ from captum_ssm.explanation.parts import (
 from captum_ssm.explanation.pictures import Picture, picture_names
 from captum_ssm.explanation.units import says_nothing
 
-if TYPE_CHECKING:
-    from captum_ssm.explanation.explanation import Explanation
-
 FORMAT = "captum_ssm.page/1"
 
 # Maps and images have at most so many cells per side: more than most screens have pixels for.
 MOST_CELLS = 512
 
 
-def page_data(explanation: Explanation) -> dict[str, Any]:
+def page_data(explanation: ExplanationData) -> dict[str, Any]:
     """The explanation as JSON, without what the page does not show (see docs/how_to/page.md)."""
     names = [method.name for method in explanation.methods]
     return {
@@ -61,7 +59,7 @@ def page_data(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _is_written(explanation: Explanation, example: Example) -> bool:
+def _is_written(explanation: ExplanationData, example: Example) -> bool:
     # Whether the model wrote the answer, or it is one of a conversation.
     asked = explanation.settings
     is_generated = bool(asked.get("max_new_tokens") or asked.get("generation"))
@@ -141,7 +139,7 @@ def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
         "readAt": at,
         "apart": at is not None and says_nothing(tokens[at]),
         "role": output.role,
-        "answers": [_answer(answer) | _place(output, answer, L) for answer in output.answers],
+        "answers": [_answer(answer) | _bounds(output, answer, L) for answer in output.answers],
         "of": output.among,
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
@@ -151,7 +149,7 @@ def _output(output: Output, tokens: tuple[Token, ...]) -> dict[str, Any]:
     }
 
 
-def _place(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
+def _bounds(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
     # The first token of an answer that is a part of the text, and the one after its last.
     if output.role == SPAN:
         first, last = divmod(answer.id, L)

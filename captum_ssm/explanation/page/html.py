@@ -10,12 +10,10 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from captum_ssm.explanation.page.data import page_data
-
-if TYPE_CHECKING:
-    from captum_ssm.explanation.explanation import Explanation
+from captum_ssm.explanation.parts import ExplanationData
 
 # They draw a circuit, and only come with an explanation that has one.
 OF_CIRCUITS = (
@@ -68,7 +66,7 @@ const data = JSON.parse(document.getElementById("captum-data").textContent);
 """
 
 
-def page_html(explanation: Explanation, size_limit: int = 64 * 2**20) -> str:
+def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str:
     """The page of an explanation: one HTML file that needs no network and no other file.
 
     The same explanation gives the same page, byte for byte. Texts of the explanation are shown

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from captum_ssm.explanation.page.data import page_data
 from captum_ssm.explanation.page.html import extras_of, page_html, script, stylesheet
-
-if TYPE_CHECKING:
-    from captum_ssm.explanation.explanation import Explanation
+from captum_ssm.explanation.parts import ExplanationData
 
 _RENDER = """
 export default {
@@ -21,7 +19,7 @@ export default {
 """
 
 
-def widget(explanation: Explanation) -> Any:
+def widget(explanation: ExplanationData) -> Any:
     """The page of an explanation as a widget for notebooks, by anywidget.
 
     Args:
@@ -59,7 +57,7 @@ def widget(explanation: Explanation) -> Any:
     return ExplanationWidget(data=json.dumps(data, separators=(",", ":")))
 
 
-def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
+def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:
     """What a notebook shows of an explanation: for ``Explanation._repr_mimebundle_``.
 
     A live notebook shows the widget, where anywidget is installed. A saved notebook is read without

@@ -12,8 +12,8 @@ from captum_ssm.capture import Request, exact_arithmetic, freeze
 from captum_ssm.inspection.receptive_field.unit import (
     Unit,
     features_axis,
-    is_in_place,
     places_of,
+    tokens_are_places,
     unit_of_tokens,
 )
 from captum_ssm.mixers import check_components
@@ -35,7 +35,7 @@ def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor,
     asked = frozen.at(unit.place[0])
     with exact_arithmetic():
         rows = rollout_row(GridMaps(asked, asked.layers, options), are_means=True)
-        if is_in_place(frozen, size):
+        if tokens_are_places(frozen, size):
             row, mask = rows[0], frozen.mask
             return (row if mask is None or mask.shape != row.shape else row * mask), unit
         relevance = of_inputs(rows, asked, "even", "nearest")

@@ -27,7 +27,7 @@ class Unit:
 def unit_of_tokens(frozen: FrozenModel, position: Any, size: tuple[int, ...]) -> Unit:
     """The token of the last mixers at a place of their grid, the central one by default."""
     tokens = frozen.shape[1]
-    grid = None if is_in_place(frozen, size) else frozen.grids[-1]
+    grid = None if tokens_are_places(frozen, size) else frozen.grids[-1]
     is_token = as_index(position) is not None
     if grid is None or (is_token and len(grid.shape) > 1):
         (token,) = index_of("position", position, (tokens,))
@@ -43,7 +43,7 @@ def unit_of_tokens(frozen: FrozenModel, position: Any, size: tuple[int, ...]) ->
     return Unit(text, proportional(place, grid.shape, size), (int(grid.index[place]),))
 
 
-def is_in_place(frozen: FrozenModel, size: tuple[int, ...]) -> bool:
+def tokens_are_places(frozen: FrozenModel, size: tuple[int, ...]) -> bool:
     """Whether the tokens are the input's: no grid is needed, and a long run has measured none."""
     return frozen.wiring.is_simple and size == (frozen.shape[1],)
 

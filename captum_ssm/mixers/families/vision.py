@@ -119,15 +119,15 @@ def in_image_order(
 
     A convolution that all of them share is applied to the sum.
     """
-    placed = [
+    in_order = [
         part if bool((order.diff() == 1).all()) else PermutedOperator(part, order)
         for part, order in zip(parts, orders, strict=True)
     ]
     shared = None if convs is None else convs[0]
     if convs is None or all(conv is shared for conv in convs):
-        total = SumOperator(tuple(placed))
+        total = SumOperator(tuple(in_order))
         return total if shared is None else shared.before(total)
-    pairs = zip(placed, convs, strict=True)
+    pairs = zip(in_order, convs, strict=True)
     return SumOperator(tuple(p if conv is None else conv.before(p) for p, conv in pairs))
 
 

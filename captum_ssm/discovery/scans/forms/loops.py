@@ -27,7 +27,7 @@ GATHERS = frozenset((torch.stack, torch.cat, torch.concat, Tensor.__setitem__))
 
 @dataclass(frozen=True)
 class TokenLoop:
-    """A place in a model's code where the results of a loop are gathered.
+    """A site in a model's code where the results of a loop are gathered.
 
     Args:
         code (CodeType): of the function that the loop stands in.
@@ -133,10 +133,10 @@ class Gathers:
         self, written: Tensor, index: Any, value: Any
     ) -> tuple[int, list[Traced | None], bool]:
         # As above, for tokens written to a tensor that owns its numbers, once they all are.
-        place = None if written._is_view() else _place(written.shape, index)
-        if place is None:
+        written_at = None if written._is_view() else _single_entry(written.shape, index)
+        if written_at is None:
             return 0, [], False
-        axis, at = place
+        axis, at = written_at
         tokens = self._written.setdefault(written, {}).setdefault(axis, {})
         tokens[at] = self._made(value)
         if len(tokens) < written.shape[axis]:
@@ -160,16 +160,16 @@ def _variables(frame: FrameType) -> dict[str, Tensor]:
     return {name: x for name, x in variables.items() if torch.is_tensor(x)}
 
 
-def _place(shape: Sequence[int], index: Any) -> tuple[int, int] | None:
+def _single_entry(shape: Sequence[int], index: Any) -> tuple[int, int] | None:
     # The axis and the entry that an index names, if it is one entry of one axis.
     index = list(index) if isinstance(index, tuple) else [index]
     if any(entry is Ellipsis for entry in index):
         at = next(n for n, entry in enumerate(index) if entry is Ellipsis)
         index[at : at + 1] = [slice(None)] * (len(shape) - len(index) + 1)
-    places = [
+    entries = [
         (axis, entry % size)
         for axis, (entry, size) in enumerate(zip(index, shape, strict=False))
         if type(entry) is int
     ]
     others = [entry for entry in index if type(entry) is not int and entry != slice(None)]
-    return places[0] if len(places) == 1 and not others else None
+    return entries[0] if len(entries) == 1 and not others else None

@@ -1,7 +1,7 @@
 """Products of tokens with a matrix of coefficients that a module writes in line.
 
 ``softmax(q k) v`` or ``(q k * mask) v``, by ``@``, ``matmul``, ``bmm`` or ``einsum``: the matrix
-itself is the operator. A product is known by its place in the model's code, and by which of its
+itself is the operator. A product is known by its site in the model's code, and by which of its
 factors are the values. Whether its rows are tokens is for the graph to say.
 """
 
@@ -28,28 +28,28 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OURS = f"{Path(__file__).parents[3]}{os.sep}"
 _AROUND = ("torch", "nnsight")  # packages whose frames come and go
 _MODELS = f"{_OURS}models{os.sep}"
-_DEEPEST = 16  # frames that tell places apart
+_DEEPEST = 16  # frames that tell sites apart
 
 
 @dataclass(frozen=True)
 class TokenProduct:
-    """A place in a model's code where values of tokens are multiplied by a matrix.
+    """A site in a model's code where values of tokens are multiplied by a matrix.
 
     Args:
-        place (tuple): of each frame between the module's call and the product, the code and the
+        site (tuple): of each frame between the module's call and the product, the code and the
             instruction.
         values (int): which of the factors are the values.
         rows (str): the letter of the matrix's rows.
         columns (str): that of its columns, over which the product sums.
     """
 
-    place: tuple[tuple[CodeType, int], ...]
+    site: tuple[tuple[CodeType, int], ...]
     values: int
     rows: str
     columns: str
 
     def __post_init__(self) -> None:
-        name = name_of(self.place[0][0]) if self.place else "a model"
+        name = name_of(self.site[0][0]) if self.site else "a model"
         object.__setattr__(self, "__qualname__", f"a product in {name}")
 
     def __call__(self, *args: Any) -> Tensor:
@@ -95,8 +95,8 @@ def run_product(
         frames = frames_in_module(sys._getframe(2)) if frames is None else frames
         if frames is None:
             break
-        place = tuple((frame.f_code, frame.f_lasti) for frame in frames)
-        product = TokenProduct(place, values, rows, columns)
+        site = tuple((frame.f_code, frame.f_lasti) for frame in frames)
+        product = TokenProduct(site, values, rows, columns)
         if is_known(product):
             y = _multiplied(written, product, partial(multiply, product))
             return y if added is None else added + scale * y

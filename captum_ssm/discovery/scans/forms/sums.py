@@ -50,7 +50,7 @@ Place = tuple[TracedCall, int]
 
 @dataclass(frozen=True)
 class TokenSum:
-    """A place in a model's code where a sum over tokens is made, or read.
+    """A site in a model's code where a sum over tokens is made, or read.
 
     Args:
         code (CodeType): of the function that it stands in.
@@ -76,7 +76,7 @@ class TokenSum:
 
     @classmethod
     def called(cls, **of_run: Any) -> TokenSum | None:
-        """The place that the model's code is at; None inside of an autograd function."""
+        """The site that the model's code is at; None inside of an autograd function."""
         frames = frames_in_module(sys._getframe(2))
         return cls(frames[0].f_code, frames[0].f_lasti, **of_run) if frames else None
 
@@ -188,17 +188,17 @@ class Memories:
             return result
         length = _added_up(func, args, kwargs)
         if self.trace is None:
-            place = TokenSum.called(length=length, result=result) if length > 1 else None
-            return result if place is None else handle(place, place)
+            site = TokenSum.called(length=length, result=result) if length > 1 else None
+            return result if site is None else handle(site, site)
         made = self.trace.made(result)
         if made is None:
             return result
         since = self._before(made.call)
         for (memory, count), _ in since.items():
             reads = _reads(memory, result) if count in result.shape else ()
-            place = TokenSum.called(length=count, result=result, made=made, reads=reads)
-            if reads and place is not None and is_known(place):
-                handled = handle(place, place)
+            site = TokenSum.called(length=count, result=result, made=made, reads=reads)
+            if reads and site is not None and is_known(site):
+                handled = handle(site, site)
                 if handled is not result:
                     return handled
         if length > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from os import PathLike
 from typing import Any, Protocol
 
 import numpy as np
@@ -158,10 +159,8 @@ def _row_of(row: Any, asked: dict[str, Any]) -> InputRow:
         return InputRow(_ids(row, "the row"), **asked)
     if isinstance(row, (list, tuple)):
         return InputRow(_series(row, "the row"), **asked)
-    is_input = is_array(row) or hasattr(row, "__fspath__")
-    if isinstance(row, str) or not is_input:
-        return InputRow(_text(row, "the row"), **asked)
-    return InputRow(_finite(row, "the row"), **asked)
+    is_text = isinstance(row, str) or not (is_array(row) or isinstance(row, PathLike))
+    return InputRow(_text(row, "the row") if is_text else _finite(row, "the row"), **asked)
 
 
 def _text(value: Any, column: str) -> str:
@@ -201,12 +200,13 @@ def _image(value: Any, column: str) -> Any:
         value = next((value[key] for key in ("bytes", "path") if value.get(key)), value)
     if isinstance(value, bytes):
         return _decoded(value, column)
-    is_image = is_array(value) or hasattr(value, "__fspath__")
     if isinstance(value, (list, tuple)):
         return _series(value, column)
-    if not is_image and not isinstance(value, str):
+    if is_array(value):
+        return _finite(value, column)
+    if not isinstance(value, (str, PathLike)):
         raise TypeError(f"{column} is {_short(value)}; expected an image, its path, or an array.")
-    return _finite(value, column) if is_array(value) else value
+    return value
 
 
 def _decoded(value: bytes, column: str) -> Any:

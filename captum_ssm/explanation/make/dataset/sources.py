@@ -232,8 +232,8 @@ def _of_parquet(path: Path) -> Source:
         batches = file.iter_batches(batch_size=_STEP)
         return islice(((batch, i) for batch in batches for i in range(len(batch))), start, None)
 
-    def parse(place: Any) -> dict[str, Any]:
-        batch, i = place
+    def parse(position: Any) -> dict[str, Any]:
+        batch, i = position
         return {name: batch.column(name)[i].as_py() for name in batch.schema.names}
 
     return Source(

@@ -17,7 +17,7 @@ from captum_ssm.capture.check_inputs import check_text
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.inputs.arrays import may_be_text
 from captum_ssm.explanation.make.inputs.media import Media, check_ids, media_of, placeholders
-from captum_ssm.explanation.make.inputs.patches import placed
+from captum_ssm.explanation.make.inputs.patches import pictured
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, read, read_ids, read_pair
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.integers import as_index
@@ -150,7 +150,7 @@ def read_texts(
             if isinstance(text, Ids) and text.media is not None:
                 check_ids(torch.tensor([text.ids]), model, text.media)
                 whole = read_ids(tokenizer, text.ids, "the text", placeholders(model))
-                readings.append(placed(whole, text.media, model, processor))
+                readings.append(pictured(whole, text.media, model, processor))
                 continue
             readings.append(_read(tokenizer, text))
             check_text(torch.tensor([readings[-1].ids]), model)

@@ -53,7 +53,7 @@ class PatchGrid:
     note: str = ""
 
 
-def placed(text: TokenizedText, media: Media, model: nn.Module, processor: Any) -> TokenizedText:
+def pictured(text: TokenizedText, media: Media, model: nn.Module, processor: Any) -> TokenizedText:
     """A text with its media, whose pictures say which of its tokens they are."""
     kinds = placeholders(model)
     pictures: list[Picture] = []
@@ -224,7 +224,7 @@ def _joined(entries: Sequence[PatchGrid], text: TokenizedText) -> list[PatchGrid
 
 
 def _whole(tiles: dict[tuple[int, int], PatchGrid], number: int) -> list[PatchGrid]:
-    rows, columns = (max(place[axis] for place in tiles) for axis in (0, 1))
+    rows, columns = (max(tile[axis] for tile in tiles) for axis in (0, 1))
     shapes = {tile.tokens.shape for tile in tiles.values()}
     if len(tiles) != rows * columns or len(shapes) > 1:
         return [

@@ -15,7 +15,7 @@ MARK = "\ue000{}\ue001"
 _MARKS = re.compile("\ue000(\\d+)\ue001")
 
 Message = dict[str, Any]
-Place = tuple[int, int, int]  # a message by its index, and its first character and the one after
+MessageSpan = tuple[int, int, int]  # a message's index, its first character, the one after its last
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Rendering:
 
     Args:
         text (TokenizedText): as the model reads it.
-        places (list of Place, optional): where it holds what messages say; None where the text
+        spans (list of MessageSpan, optional): where it holds what messages say; None where the text
             does not tell.
         said (frozenset of int): the messages that say something.
     """
 
     text: TokenizedText
-    places: list[Place] | None
+    spans: list[MessageSpan] | None
     said: frozenset[int]
 
     @property
     def messages(self) -> frozenset[int]:
-        """The messages whose place is known."""
-        return frozenset(index for index, _, _ in self.places or []) & self.said
+        """The messages whose span is known."""
+        return frozenset(index for index, _, _ in self.spans or []) & self.said
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], is_open: bool) -> Rendering:
@@ -92,8 +92,8 @@ def _rendering(
     whole = read(tokenizer, text, "messages", special=False)
     if spans is None:
         return Rendering(whole, None, said)
-    places = [(k, start, end) for k, (start, end) in zip(marks, spans, strict=True)]
-    return Rendering(whole, places, said)
+    parts = [(k, start, end) for k, (start, end) in zip(marks, spans, strict=True)]
+    return Rendering(whole, parts, said)
 
 
 def _applied(

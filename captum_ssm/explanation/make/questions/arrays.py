@@ -163,17 +163,17 @@ class NumberQuestion(Question):
 
     shape: tuple[int, ...] = ()
 
-    def place(self, answer: int) -> tuple[int, ...]:
+    def entry(self, answer: int) -> tuple[int, ...]:
         """The index of a number."""
         return tuple(int(k) for k in np.unravel_index(answer, self.shape))
 
 
 def _names(shape: Sequence[int], features: Sequence[str]) -> tuple[str, ...]:
     # Forecasts of steps have the names of the features; other outputs have their index.
-    places = list(product(*map(range, shape)))
+    indices = list(product(*map(range, shape)))
     if len(shape) == 2 and shape[1] == len(features):
-        return tuple(f"{features[k]}, {step + 1} ahead" for step, k in places)
-    return tuple(f"output {', '.join(map(str, place))}" for place in places)
+        return tuple(f"{features[k]}, {step + 1} ahead" for step, k in indices)
+    return tuple(f"output {', '.join(map(str, index))}" for index in indices)
 
 
 def _numbers(
@@ -191,10 +191,10 @@ def _number(name: str, wanted: Any, names: Sequence[str], shape: Sequence[int]) 
     if isinstance(wanted, str) and wanted in names:
         return names.index(wanted)
     items = wanted if isinstance(wanted, (tuple, list)) else (wanted,)
-    place, places = tuple(map(as_index, items)), list(product(*map(range, shape)))
-    if place in places:
-        return places.index(place)  # type: ignore[arg-type]
+    index, indices = tuple(map(as_index, items)), list(product(*map(range, shape)))
+    if index in indices:
+        return indices.index(index)  # type: ignore[arg-type]
     raise TargetError(
-        f"{name} is {wanted!r}; expected a number of the forecast {places[0]} .. {places[-1]}, or "
-        f"its name, such as {names[-1]!r}."
+        f"{name} is {wanted!r}; expected a number of the forecast {indices[0]} .. {indices[-1]}, "
+        f"or its name, such as {names[-1]!r}."
     )

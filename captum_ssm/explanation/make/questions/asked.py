@@ -12,18 +12,18 @@ from captum_ssm.explanation.make.questions.arrays import ArrayQuestion
 from captum_ssm.explanation.make.questions.base import Setup, per_example
 from captum_ssm.explanation.make.questions.classes import ClassQuestion
 from captum_ssm.explanation.make.questions.kinds import Kind, Task
-from captum_ssm.explanation.make.questions.places import PlacesQuestion
+from captum_ssm.explanation.make.questions.spans import SpanQuestion
 from captum_ssm.explanation.make.questions.texts import TextQuestion
 from captum_ssm.explanation.make.relevance.captum_methods import CaptumRows
 from captum_ssm.explanation.parts import SWAPS
 
 # A question about one input: how long that is (``size``), and what answers it (``answer``).
-Answerable = TextQuestion | ClassQuestion | PlacesQuestion | ArrayQuestion
+Answerable = TextQuestion | ClassQuestion | SpanQuestion | ArrayQuestion
 QUESTIONS: dict[Kind, Any] = {
     "tokens": TextQuestion,
     "classes": ClassQuestion,
     "labels": ClassQuestion,
-    "places": PlacesQuestion,
+    "spans": SpanQuestion,
 }
 
 

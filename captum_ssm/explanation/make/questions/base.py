@@ -83,14 +83,14 @@ class Choices:
     """The answers that there are at an output.
 
     Args:
-        text_of (Callable): an answer's text, by its place among the logits.
+        text_of (Callable): an answer's text, by its index among the logits.
         probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
             that are not logits. Default: softmax
         role (str, optional): of the output. Default: ``"next"``
         ask (Callable, optional): makes a question of ``(position, answer, against)``.
             Default: Question
-        id_of (Callable, optional): an answer's id, from its place among the logits.
-            Default: the place
+        id_of (Callable, optional): an answer's id, from its index among the logits.
+            Default: the index
         read_at (int, optional): the token from which the output of a whole text is read.
             Default: None
         is_ranked (bool, optional): whether a larger one is likelier; numbers that are not are in

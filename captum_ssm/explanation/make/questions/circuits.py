@@ -57,9 +57,9 @@ def circuits(
         try:
             graph = flow.graph(
                 text,
-                question.place(question.answer),
+                question.entry(question.answer),
                 questions.run.extra(text),
-                against="others" if foil is None else question.place(foil.id),
+                against="others" if foil is None else question.entry(foil.id),
                 share=SHARE,
                 tokens=texts[: text.shape[1]],
             )
@@ -81,8 +81,8 @@ def _curve(
     # Runs of the model with the largest edges only, and what each token reads from itself: the
     # share of the score they recover, from that without edges to that with all of them, and
     # whether the answer comes first. Coefficients are those of the whole run.
-    place = 0 if question.position is None else (0, question.position)
-    whole = questions.run(tokens)[place].float()
+    index = 0 if question.position is None else (0, question.position)
+    whole = questions.run(tokens)[index].float()
     contrast = _contrast(whole, question)
     names = [name for layer in graph.layers for name in layer.name.split(" + ")]
     self_edges = [(name, t, t) for name in names for t in range(tokens.shape[1])]
@@ -96,7 +96,7 @@ def _curve(
                 formulation=graph.formulation,
                 coefficients="whole",
             ):
-                rows[k] = questions.run(tokens)[place].float()
+                rows[k] = questions.run(tokens)[index].float()
     except FAILS as error:
         questions.setup.note(f"no curve of a circuit: {first_line(error)}")
         return {}

@@ -56,15 +56,15 @@ class ClassQuestion(OneTextQuestion):
 
     def ask(self, questions: Questions, seen: Seen) -> None:
         """One output of the whole text, or for each token that is asked about."""
-        scores, places = seen.scores[0].float(), self.positions
-        logits = scores[None] if places is None else scores[list(places)]
+        scores, positions = seen.scores[0].float(), self.positions
+        logits = scores[None] if positions is None else scores[list(positions)]
         chosen = [int(row.argmax()) if self.target is None else self.target for row in logits]
         if {*chosen} == {self.against}:
             raise itself(self.task.names[chosen[0]])
         choices = replace(questions.choices, read_at=seen.read_at)
-        if places is not None:
+        if positions is not None:
             choices = replace(questions.choices, role=LABEL)
-        each: Sequence[int | None] = [None] if places is None else places
+        each: Sequence[int | None] = [None] if positions is None else positions
         for position, row, answer in zip(each, logits, chosen, strict=True):
             against = None if answer == self.against else self.against
             questions.add(row, position, answer, against, choices=choices)

@@ -1,4 +1,4 @@
-"""What a model of texts puts out: scores of tokens, of classes, or of places in the text.
+"""What a model of texts puts out: scores of tokens, of classes, or of spans of the text.
 
 Nothing is assumed. The model is run on the first text, and the last axis of its output is compared
 with the labels, the vocabulary, the width of the embeddings, and the module that made it.
@@ -17,14 +17,14 @@ from captum_ssm.capture.model import extract_logits, input_embeddings, parameter
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import SOFTMAX
 from captum_ssm.explanation.make.questions.labels import configured, names_of
-from captum_ssm.explanation.make.questions.observed import Observed, observed, places_of
+from captum_ssm.explanation.make.questions.observed import Observed, bound_logits, observed
 from captum_ssm.explanation.make.relevance.run import Run
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.utils.nested import first_of
 
 LONGER = 4  # tokens that are added to a text, to see whether the model reads them
 
-Kind = Literal["tokens", "classes", "labels", "places"]
+Kind = Literal["tokens", "classes", "labels", "spans"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Task:
 
     Args:
         kind (str): ``"tokens"`` is the next token at each one, ``"classes"`` one of them for the
-            text, ``"labels"`` one for each token, ``"places"`` where an answer starts and ends.
+            text, ``"labels"`` one for each token, ``"spans"`` where an answer starts and ends.
         run (Run): of the model.
         names (tuple of str, optional): of classes or labels. Default: ``()``
         probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
@@ -94,8 +94,8 @@ def _reads_no_later_token(run: Run, ids: Tensor, logits: Tensor) -> bool:
 
 def _told_by(first: Observed, run: Run, ids: Tensor, tokenizer: Any, labels: Any) -> Task:
     module = run.module
-    if places_of(first.output, ids) is not None:
-        return Task("places", Run(module, read=_joined, takes_several=_takes_several(run, ids)))
+    if bound_logits(first.output, ids) is not None:
+        return Task("spans", Run(module, read=_joined, takes_several=_takes_several(run, ids)))
     logits = extract_logits(first.output)
     axes = Axes(module, tokenizer, labels, first.maker)
     shape, L = tuple(logits.shape), ids.shape[1]

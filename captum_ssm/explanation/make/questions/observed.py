@@ -108,12 +108,12 @@ def observed(run: Run, ids: Tensor) -> Observed:
     if any(draws):
         with torch.no_grad():
             warn_of_randomness(module, partial(module, ids, **arguments))
-    logits = first_of(output) if places_of(output, ids) else extract_logits(output)
+    logits = first_of(output) if bound_logits(output, ids) else extract_logits(output)
     watch.see(logits)
     return Observed(ids, output, watch.maker_of(logits), watch.read_at)
 
 
-def places_of(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+def bound_logits(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scores ``(B, L)`` of being the first token of an answer, and its last, if it has any."""
     if isinstance(output, Mapping) and {"start_logits", "end_logits"} <= {*output}:
         pair = output["start_logits"], output["end_logits"]

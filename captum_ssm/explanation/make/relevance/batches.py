@@ -76,7 +76,7 @@ def current_limit() -> BatchLimit:
 
 
 def batches(items: Sequence[OneInput], most: int | None = None) -> Iterator[list[int]]:
-    """The places of items that are computed together: those of one group.
+    """The indices of items that are computed together: those of one group.
 
     Args:
         items (sequence): in an order in which inputs of similar length are neighbors.

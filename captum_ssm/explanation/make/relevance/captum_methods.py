@@ -30,7 +30,7 @@ from captum_ssm.capture import is_model, unwrap
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.explanation.make.relevance.removal import SPECIAL, Parts, Replacement, is_causal
 from captum_ssm.explanation.make.relevance.rows import InputQuestions, Question, Rows
-from captum_ssm.explanation.make.relevance.run import Run
+from captum_ssm.explanation.make.relevance.run import Run, are_ids
 from captum_ssm.metrics.evaluation import seeded
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress
@@ -144,7 +144,7 @@ class CaptumRows:
         return {name: defaults[name] for name in defaults.keys() & self._takes} | self.options
 
     def _of_parts(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Tensor:
-        is_text, wanted = not inputs.is_floating_point(), self.options.get("baselines")
+        is_text, wanted = are_ids(inputs), self.options.get("baselines")
         replacement = Replacement.of(self.tokenizer, wanted if is_text else None)
         parts = Parts.of(inputs, self.module, replacement, None if is_text else wanted)
         self._told = f", which replaces parts of the input {parts.note}"
@@ -183,7 +183,7 @@ class CaptumRows:
 
     def _of_gradients(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Rows:
         options = self._options(internal_batch_size=BATCH)
-        is_text = not inputs.is_floating_point()
+        is_text = are_ids(inputs)
         table = embedding_table(self.module) if is_text else None
         explained = (inputs if table is None else table(inputs)).detach().requires_grad_()
         if "baselines" in self._takes:
@@ -214,12 +214,12 @@ class CaptumRows:
 
     def _of_layer(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Rows:
         options = self._options(internal_batch_size=BATCH)
-        if not inputs.is_floating_point() and "baselines" in self._takes:
+        if are_ids(inputs) and "baselines" in self._takes:
             token = Replacement.of(self.tokenizer, options.get("baselines"))
             options["baselines"] = torch.full_like(inputs, token.token)
             self._told = f", from a text of {token.name}"
         relevance, deltas = self._each(self._run, inputs, questions, what, options)
-        if inputs.is_floating_point() and relevance.shape[1:] == inputs.shape[1:]:
+        if not are_ids(inputs) and relevance.shape[1:] == inputs.shape[1:]:
             return relevance, deltas
         if inputs.dim() != 2 or relevance.dim() < 3 or relevance.shape[1] != inputs.shape[1]:
             raise ValueError(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from captum_ssm.explanation import Validation
 from captum_ssm.explanation.make.relevance.rows import Question
-from captum_ssm.explanation.make.relevance.run import Run
+from captum_ssm.explanation.make.relevance.run import Run, are_ids
 from captum_ssm.inspection.implicit_attention import token_grids
 from captum_ssm.metrics.perturbation import WHOLE, flipping, removed
 from captum_ssm.utils.integers import as_index
@@ -92,7 +92,7 @@ class Parts:
     @classmethod
     def of(cls, inputs: Tensor, module: Any, replacement: Replacement, wanted: Any = None) -> Parts:
         """The parts of an input; ``wanted`` is another baseline, a number or a tensor."""
-        if not inputs.is_floating_point():
+        if are_ids(inputs):
             baseline = torch.full_like(inputs, replacement.token)
             return cls(inputs, tuple(inputs.shape[1:]), baseline, f"by {replacement.name}")
         kind = "mean" if inputs.dim() in (3, 4) else "zero"

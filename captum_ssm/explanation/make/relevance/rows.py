@@ -42,17 +42,17 @@ class Question:
 
     def score(self, logits: Tensor) -> Tensor:
         """The explained score ``(n,)`` of ``logits (n, V)``, or ``(n, L, V)`` at a position."""
-        answer = _at(logits, self.place(self.answer))
-        return answer if self.against is None else answer - _at(logits, self.place(self.against))
+        answer = _at(logits, self.entry(self.answer))
+        return answer if self.against is None else answer - _at(logits, self.entry(self.against))
 
-    def place(self, answer: int) -> tuple[int, ...]:
+    def entry(self, answer: int) -> tuple[int, ...]:
         """Where an answer is in the output of one example, as a method's ``target`` names it."""
         return (answer,) if self.position is None else (self.position, answer)
 
 
-def _at(logits: Tensor, place: tuple[int, ...]) -> Tensor:
+def _at(logits: Tensor, index: tuple[int, ...]) -> Tensor:
     every: Any = slice(None)
-    return logits[(every, *place)]
+    return logits[(every, *index)]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _jobs(example: InputQuestions, k: int, needs_target: bool, whole: bool) -> l
     # Without a target, rows of one token are the same.
     same: dict[Any, list[int]] = {}
     for i, question in enumerate(example.questions):
-        is_own = needs_target or _has_place_of_its_own(question, example.run)
+        is_own = needs_target or _has_position_of_its_own(question, example.run)
         same.setdefault(i if is_own else ("at", question.position), []).append(i)
     jobs = []
     for rows in same.values():
@@ -231,7 +231,7 @@ def _attributed(
     else:
         positions = [question.position for question in questions]
         selects["position"] = torch.tensor(positions, device=inputs.device) if is_text else None
-        if needs_target or _has_place_of_its_own(questions[0], run):
+        if needs_target or _has_position_of_its_own(questions[0], run):
             method, extra = _of_scores(method, run, questions), None
     if extra is not None:
         selects["additional_forward_args"] = extra
@@ -261,12 +261,12 @@ def _targets(questions: Sequence[Question]) -> Any:
     # The target of a batch, one row for each question.
     explained = questions[0].explained
     if explained == "logit":
-        return [question.place(question.answer) for question in questions]
+        return [question.entry(question.answer) for question in questions]
     positions = [[question.position] for question in questions]
     return SpanTarget(positions, [[question.answer] for question in questions], score=explained)
 
 
-def _has_place_of_its_own(question: Question, run: Run) -> bool:
+def _has_position_of_its_own(question: Question, run: Run) -> bool:
     # Whether only its score tells at which tokens an answer is read.
     return question.position is None and not run.is_plain
 

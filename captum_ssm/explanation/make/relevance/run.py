@@ -83,7 +83,7 @@ class OneInput:
     @property
     def is_text(self) -> bool:
         """Whether it is token ids ``(1, L)``."""
-        return not self.inputs.is_floating_point()
+        return are_ids(self.inputs)
 
     @property
     def size(self) -> int:
@@ -100,6 +100,11 @@ class OneInput:
         """The first ``end`` tokens of a text."""
         arguments = {name: value[:, :end] for name, value in self.run.named.items()}
         return OneInput(replace(self.run, named=arguments), self.inputs[:, :end])
+
+
+def are_ids(inputs: Tensor) -> bool:
+    """Whether inputs are token ids: images, series and rows of a table are floats."""
+    return not inputs.is_floating_point()
 
 
 def joined(several: Sequence[OneInput]) -> OneInput:

@@ -57,7 +57,7 @@ def served_row(
     before = record.prompt_logprobs if len(record.prompt_logprobs) == P else (None,) * P
     each = enumerate([*before, *(token.logprob for token in record.answer)])
     known: dict[tuple[int, ...], float]
-    known = {(place,): value for place, value in each if place and value is not None}
+    known = {(position,): value for position, value in each if position and value is not None}
     if record.total is not None:
         known[tuple(range(P, P + len(answer.tokens)))] = record.total
     recorded = Recorded(record.format, known, bound, temperature, record.sampling)

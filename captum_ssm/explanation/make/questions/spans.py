@@ -24,7 +24,7 @@ LONGEST = 15  # tokens of an answer that nobody asked for, as in pipelines of tr
 
 
 @dataclass(frozen=True)
-class PlacesQuestion(OneTextQuestion):
+class SpanQuestion(OneTextQuestion):
     """What is asked about one text, of which the model tells where an answer starts and ends.
 
     ``target`` and ``against`` are the first and the last token of an answer.
@@ -36,7 +36,7 @@ class PlacesQuestion(OneTextQuestion):
     @classmethod
     def of(
         cls, setup: Setup, task: Task, text: TokenizedText, target: Any, against: Any
-    ) -> PlacesQuestion:
+    ) -> SpanQuestion:
         """The question, checked.
 
         Raises:
@@ -53,7 +53,7 @@ class PlacesQuestion(OneTextQuestion):
                 f"the model answers a question by a part of a text, and it is given {text.text!r} "
                 "alone; expected {'question': ..., 'context': ...}, or a list of these."
             )
-        chosen, other = _place("target", target, text), _place("against", against, text)
+        chosen, other = _span("target", target, text), _span("against", against, text)
         if chosen is not None and chosen == other:
             raise _itself(text, chosen)
         return cls(setup, task, text, chosen, other)
@@ -61,13 +61,13 @@ class PlacesQuestion(OneTextQuestion):
     def ask(self, questions: Questions, seen: Seen) -> None:
         """The answer as a whole, its start and its end."""
         starts, ends = self._possible(seen.scores[0].double())
-        asked = [place for place in (self.target, self.against) if place is not None]
+        asked = [span for span in (self.target, self.against) if span is not None]
         width = max(LONGEST, *(last - first + 1 for first, last in asked), 1)
         answers = _Answers(self.text, starts, ends, min(width, len(starts)))
         chosen = answers.best if self.target is None else answers.index(self.target)
         against = None if self.against is None else answers.index(self.against)
         if chosen == against:
-            raise _itself(self.text, answers.place(chosen))
+            raise _itself(self.text, answers.span(chosen))
         answers.ask_of(questions, chosen, against)
 
     def _possible(self, logits: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class PlacesQuestion(OneTextQuestion):
 
 
 @dataclass(frozen=True)
-class PlaceQuestion(Question):
+class BoundQuestion(Question):
     """What one row explains: where an answer starts, or ends, or (``side`` of None) both.
 
     With ``width`` an answer is numbered by its first token and its length.
@@ -131,21 +131,21 @@ class _Answers:
     def best(self) -> int:
         return int(self.scores.argmax())
 
-    def index(self, place: tuple[int, int]) -> int:
-        first, last = place
+    def index(self, span: tuple[int, int]) -> int:
+        first, last = span
         return first * self.width + last - first
 
-    def place(self, index: int) -> tuple[int, int]:
+    def span(self, index: int) -> tuple[int, int]:
         first, more = divmod(index, self.width)
         return first, first + more
 
     def number(self, index: int) -> int:
         """The id of an answer: that of its first token times L, plus that of its last one."""
-        first, last = self.place(index)
+        first, last = self.span(index)
         return first * len(self.text.tokens) + last
 
     def part(self, index: int) -> str:
-        first, last = self.place(index)
+        first, last = self.span(index)
         return self.text.part(first, last + 1)
 
     def token(self, index: int) -> str:
@@ -153,20 +153,20 @@ class _Answers:
 
     def ask_of(self, questions: Questions, chosen: int, against: int | None) -> None:
         """The answer as a whole, then its start, then its end."""
-        ask = partial(PlaceQuestion, width=self.width)
+        ask = partial(BoundQuestion, width=self.width)
         whole = Choices(self.part, self.probabilities, SPAN, ask, self.number)
         questions.add(self.scores, None, chosen, against, choices=whole)
-        others = (None, None) if against is None else self.place(against)
-        for side, (position, other) in enumerate(zip(self.place(chosen), others, strict=True)):
+        others = (None, None) if against is None else self.span(against)
+        for side, (position, other) in enumerate(zip(self.span(chosen), others, strict=True)):
             logits, role = ((self.starts, START), (self.ends, END))[side]
-            ask = partial(PlaceQuestion, side=side)
+            ask = partial(BoundQuestion, side=side)
             choices = Choices(self.token, role=role, ask=ask)
             questions.add(
                 logits, None, position, None if other == position else other, choices=choices
             )
 
 
-def _place(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | None:
+def _span(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | None:
     # The first and the last token of an answer.
     if wanted is None:
         return None
@@ -198,6 +198,6 @@ def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
     return inside[0], inside[-1]
 
 
-def _itself(text: TokenizedText, place: tuple[int, int]) -> TargetError:
-    said = text.part(place[0], place[1] + 1)
+def _itself(text: TokenizedText, span: tuple[int, int]) -> TargetError:
+    said = text.part(span[0], span[1] + 1)
     return itself(said, "the answer that is explained", "another part of the text")
