@@ -5,7 +5,10 @@ Names of an earlier release raise an ``AttributeError`` that has the new one: :f
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
+from contextlib import suppress
+from math import prod
 from typing import Any, NoReturn
 
 __all__ = ["InputError", "ReconstructionError", "TargetError", "UnsupportedModelError"]
@@ -93,3 +96,29 @@ def renamed(module: str | None = None, /, **names: str) -> Callable[..., NoRetur
         raise AttributeError(f"{kind} has no attribute {name!r}", name=name)
 
     return missing
+
+
+class _Brief(reprlib.Repr):
+    # Texts and lists are cut; of modules and arrays, nested ones too, no repr is made.
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, type):
+            return repr(x)
+        if hasattr(x, "named_modules"):
+            return f"a {type(x).__name__}"
+        if not hasattr(x, "shape") or not hasattr(x, "tolist"):
+            return super().repr1(x, level)
+        # Texts and complex numbers have no range, and arrays on the device meta no values.
+        with suppress(RuntimeError, TypeError, ValueError):
+            if prod(x.shape) <= 16:
+                return repr(x.tolist())
+            return f"of shape {tuple(x.shape)}, from {float(x.min()):g} to {float(x.max()):g}"
+        return f"of shape {tuple(x.shape)} and dtype {x.dtype}"
+
+
+_BRIEF = _Brief()
+vars(_BRIEF).update(maxother=200, maxstring=200, maxlong=40, maxlist=16, maxtuple=16, maxdict=16)
+
+
+def brief(value: Any) -> str:
+    """A value as an error says it: its repr where that is short, the class of a module."""
+    return _BRIEF.repr(value)

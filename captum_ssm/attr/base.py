@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from captum_ssm.attr.options import RESULTS, Arguments, Option, documented, options_of
+from captum_ssm.attr.options import (
+    RESULTS,
+    Arguments,
+    Option,
+    documented,
+    options_of,
+    refuse_unknown,
+    refuses_others,
+)
 from captum_ssm.attr.to_inputs import FEATURE_SHARES, of_inputs
 from captum_ssm.capture import (
     FrozenModel,
@@ -28,6 +36,7 @@ from captum_ssm.capture import (
 from captum_ssm.capture.finite import check_relevance
 from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.capture.target import balance
+from captum_ssm.errors import brief
 from captum_ssm.graph.in_place import seen_in_views
 from captum_ssm.models.token_grid import INTERPOLATIONS
 from captum_ssm.utils.allocator import workspace
@@ -37,20 +46,8 @@ from captum_ssm.utils.memory import memory_limit
 from captum_ssm.utils.progress import showing
 from captum_ssm.utils.quiet import quiet
 from captum_ssm.utils.retry import retry_with_copies
-from captum_ssm.utils.suggestions import did_you_mean
 
 Result = TypeVar("Result")
-
-# Options by the names that they had before.
-RENAMED = {"stage": "grid"}
-
-# Options of Captum's own methods that these do without.
-OF_CAPTUM = {
-    "baselines": "These methods compare with no baseline: drop it.",
-    "n_steps": "These methods follow no path of steps: drop it.",
-    "attention_mask": "It is an argument of the model: additional_forward_args={'attention_mask': "
-    "mask}.",
-}
 
 
 class ModelAttribution(Attribution):
@@ -139,6 +136,7 @@ class TokenAttribution(ModelAttribution):
             shown = documented(TokenAttribution.attribute, cls._attribute)
             cls.attribute = shown  # type: ignore[method-assign]
 
+    @refuses_others
     def __init__(
         self,
         forward_func: Callable[..., Any],
@@ -154,12 +152,12 @@ class TokenAttribution(ModelAttribution):
         check_remote(remote, self.forward_func, self.model)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(
-                f"interpolate_mode is {interpolate_mode!r}; expected one of {INTERPOLATIONS}, or "
-                "None."
+                f"interpolate_mode is {brief(interpolate_mode)}; expected one of {INTERPOLATIONS}, "
+                "or None."
             )
         if feature_share not in FEATURE_SHARES:
             raise ValueError(
-                f"feature_share is {feature_share!r}; expected one of {FEATURE_SHARES}."
+                f"feature_share is {brief(feature_share)}; expected one of {FEATURE_SHARES}."
             )
         self.interpolate_mode = interpolate_mode
         self.feature_share = feature_share
@@ -207,24 +205,7 @@ class TokenAttribution(ModelAttribution):
                 f"{self.get_name()} is not a decomposition of the output, so it has no convergence "
                 "delta; leave return_convergence_delta at False."
             )
-        known = self.options()
-        for name in options:
-            new = RENAMED.get(name)
-            if new in known:
-                raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
-            if name not in known and name not in RESULTS:
-                why = (
-                    OF_CAPTUM.get(name)
-                    or did_you_mean(name, known).strip()
-                    or (
-                        f"An argument of the model goes into additional_forward_args, such as "
-                        f"{{{name!r}: ...}}."
-                    )
-                )
-                raise TypeError(
-                    f"{type(self).__name__}.attribute has no option {name!r}; expected "
-                    f"{', '.join(known) or 'no further options'}. {why}"
-                )
+        refuse_unknown(f"{type(self).__name__}.attribute", options, [*self.options(), *RESULTS])
 
     @classmethod
     def options(cls) -> dict[str, Option]:

@@ -30,6 +30,7 @@ from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.attr.relevance_stand_ins import has_a_rule, with_leaves
 from captum_ssm.capture import FrozenModel, Request
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.errors import brief
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.captum_api import format_output
 from captum_ssm.utils.nested import tensors_in
@@ -151,19 +152,19 @@ class LaTIM(TokenAttribution):
         if order is not None:
             if arguments.return_convergence_delta:
                 raise ValueError(
-                    f"aggregation is {aggregation!r}, which is not a decomposition of the score, "
-                    "so it has no convergence delta; layer_errors() says how much of each layer's "
-                    "output its vectors miss."
+                    f"aggregation is {brief(aggregation)}, which is not a decomposition of the "
+                    "score, so it has no convergence delta; layer_errors() says how much of each "
+                    "layer's output its vectors miss."
                 )
             return self._one_layer(arguments, layer, activation, order)
         score = self._decomposition(arguments, layer, grid)
         is_bounded = bool(tolerance or return_error_bound)
         if is_bounded and any(step.local is None for step in score.steps.values()):
             raise ValueError(
-                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}; "
-                "the layers of this model work on several grids of tokens, or its score is "
-                "read from them by no norm or head that is known. All vectors are then made: "
-                "leave them at 0.0 and False."
+                f"tolerance is {brief(tolerance)} and return_error_bound is "
+                f"{brief(return_error_bound)}; the layers of this model work on several grids of "
+                "tokens, or its score is read from them by no norm or head that is known. All "
+                "vectors are then made: leave them at 0.0 and False."
             )
         frozen = score.frozen
         is_one_text = frozen.is_chain and arguments.is_one_text(frozen.shape[0])
@@ -205,7 +206,9 @@ class LaTIM(TokenAttribution):
         **_: Any,
     ) -> Tensor:
         if norm_order(aggregation, layer) is not None:
-            raise ValueError(f"aggregation is {aggregation!r}; expected {LOGIT!r} for a delta.")
+            raise ValueError(
+                f"aggregation is {brief(aggregation)}; expected {LOGIT!r} for a delta."
+            )
         score = self._decomposition(arguments, layer, grid)
         with self._computing():
             return score.claimed()

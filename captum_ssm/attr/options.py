@@ -5,17 +5,34 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm.utils.nested import tensors_in
+from captum_ssm.utils.suggestions import did_you_mean
 
+Initializer = TypeVar("Initializer", bound=Callable[..., None])
 # Results of ``_attribute`` that are asked for by keyword and are no options of a method.
 RESULTS = ("return_error_bound", "return_states")
+# What ``attribute`` of every method takes after ``inputs``.
+SHARED = ("target", "additional_forward_args", "position", "return_convergence_delta")
+# Options by the names that they had before.
+RENAMED = {"stage": "grid"}
+# Options of Captum's own methods that these do without.
+OF_CAPTUM = {
+    "attention_mask": "It is an argument of the model: additional_forward_args={'attention_mask': "
+    "mask}.",
+    "baselines": "These methods compare with no baseline: drop it.",
+    "feature_mask": "Relevance is of single tokens: drop it, and add up relevance over groups.",
+    "internal_batch_size": "These methods follow no path of steps: drop it.",
+    "multiply_by_inputs": "These methods have one form: drop it.",
+    "n_steps": "These methods follow no path of steps: drop it.",
+    "perturbations_per_eval": "These methods perturb nothing: drop it.",
+}
 _ARGUMENTS = """\
     inputs (Tensor, tuple of Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``, or
         floats of any shape ``(B, ...)``: series, images, videos, volumes; a tuple of several, as
@@ -109,6 +126,49 @@ class Arguments:
         tensors = tensors_in((self.inputs, self.additional_forward_args))
         batched = [x for x in tensors if x.dim() and x.shape[0] == batch]
         return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)
+
+
+def refuse_unknown(
+    told: str, names: Iterable[str], known: Sequence[str], later: Sequence[str] = ()
+) -> None:
+    """Raise for an argument that a method does not have.
+
+    Args:
+        told (str): what was called.
+        names (iterable of str): of the arguments that it was given.
+        known (sequence of str): of those that it has.
+        later (sequence of str, optional): of those that ``attribute`` has. Default: ``()``
+
+    Raises:
+        TypeError: says what to do in its place.
+    """
+    for name in (name for name in names if name not in known):
+        if (new := RENAMED.get(name)) in known:
+            raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
+        why = OF_CAPTUM.get(name) or did_you_mean(name, [*known, *later]).strip()
+        if name in later:
+            why = f"It belongs to attribute: {told}(model).attribute(inputs, {name}=...)."
+        elif not why and not later:
+            why = (
+                "An argument of the model goes into additional_forward_args, such as "
+                f"{{{name!r}: ...}}."
+            )
+        expected = ", ".join(name for name in known if name not in RESULTS)
+        raise TypeError(
+            f"{told} has no option {name!r}; expected {expected or 'no further options'}. {why}"
+        )
+
+
+def refuses_others(init: Initializer) -> Initializer:
+    """The ``__init__`` of methods, which says of an argument that it does not have what to do."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **named: Any) -> None:
+        known, later = [*inspect.signature(init).parameters][1:], [*self.options(), *SHARED]
+        refuse_unknown(type(self).__name__, named, known, later)
+        init(self, *args, **named)
+
+    return cast(Initializer, checked)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenModel, Readout, Request
 from captum_ssm.capture.target import Against
+from captum_ssm.errors import brief
 from captum_ssm.mixers.components import check_formulation
 from captum_ssm.utils.integers import count_of
 from captum_ssm.utils.offload import moved
@@ -118,7 +119,7 @@ class RelevanceFlow(MambaLRP):
         """
         check_formulation(formulation)
         if rule not in RULES:
-            raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
+            raise ValueError(f"rule is {brief(rule)}; expected one of {RULES}.")
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
         if rule == "integrated":
             edges = self._integrated(arguments, formulation, steps)
@@ -160,7 +161,7 @@ class RelevanceFlow(MambaLRP):
         """
         check_formulation("hidden" if formulation is None else formulation)
         if not 0 < share <= 1:
-            raise ValueError(f"share is {share!r}; expected a number above 0, up to 1.")
+            raise ValueError(f"share is {brief(share)}; expected a number above 0, up to 1.")
         arguments = _arguments(inputs, target, additional_forward_args, against, position)
 
         def made(formulation: str | None) -> FlowGraph:

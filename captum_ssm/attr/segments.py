@@ -33,7 +33,7 @@ from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
 from captum_ssm.capture.target import Against
 from captum_ssm.capture.tolerances import TOLERANCE, Tolerances
-from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError
+from captum_ssm.errors import InputError, ReconstructionError, UnsupportedModelError, brief
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers.past import Past
 from captum_ssm.mixers.registry import frozen_by
@@ -259,7 +259,9 @@ def check_text(request: Request, segment: Any) -> int:
     """``segment``, if a request is for a text that can be cut into segments of so many tokens."""
     count = as_index(segment)
     if count is None or count < 1:
-        raise InputError(f"segment is {segment!r}; expected a positive number of tokens, or None.")
+        raise InputError(
+            f"segment is {brief(segment)}; expected a positive number of tokens, or None."
+        )
     if not request.is_text or request.remote:
         raise InputError(
             f"inputs of shape {tuple(request.inputs[0].shape)} cannot be cut into segments: "

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from captum_ssm.attr.maps.maps import MapChoices, MapOptions, raw_row, rollout_row
 from captum_ssm.attr.maps.method import RolloutAttribution
 from captum_ssm.attr.options import Arguments
+from captum_ssm.errors import brief
 from captum_ssm.mixers import check_components
 
 AGGREGATIONS = ("raw", "rollout", "attribution")
@@ -86,7 +87,9 @@ class UnifiedImplicitAttention(RolloutAttribution):
         **choices: Any,
     ) -> MapOptions:
         if aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation is {aggregation!r}; expected one of {AGGREGATIONS}.")
+            raise ValueError(
+                f"aggregation is {brief(aggregation)}; expected one of {AGGREGATIONS}."
+            )
         gradients = aggregation == "attribution"
         paper = {"sign": "clamp"} if gradients else {}
         return MapOptions.of(

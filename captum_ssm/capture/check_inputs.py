@@ -71,7 +71,9 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         TypeError: for anything except a dense tensor, or a wrong dtype.
     """
     if not isinstance(inputs, Tensor):
-        raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.")
+        is_text = isinstance(inputs, (str, list))
+        advice = " Pass tokenizer(text, return_tensors='pt')." if is_text else ""
+        raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.{advice}")
     if inputs.layout != torch.strided or inputs.is_nested:
         kind = "a nested tensor" if inputs.is_nested else f"a tensor of layout {inputs.layout}"
         advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"

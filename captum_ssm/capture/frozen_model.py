@@ -19,12 +19,12 @@ from captum_ssm.capture.check import (
     warn_of_shift,
 )
 from captum_ssm.capture.finite import check_relevance
-from captum_ssm.capture.model import mixer_index
+from captum_ssm.capture.model import listed_layers, mixer_index
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
 from captum_ssm.capture.target import at_steps, one_query
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError, brief
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.reordered import ReorderedMixer
 from captum_ssm.models.token_grid import TokenGrid
@@ -242,8 +242,8 @@ class FrozenModel:
         patches = self.grids[first]
         if patches is None:
             raise ValueError(
-                f"grid is {grid!r}, whose {self.wiring.steps[first].tokens} tokens form no grid "
-                "over the input; leave grid at None."
+                f"grid is {brief(grid)}, whose {self.wiring.steps[first].tokens} tokens form no "
+                "grid over the input; leave grid at None."
             )
         wiring, output = self.wiring.starting_at(first), self.wiring.output
         query = self.query
@@ -263,7 +263,7 @@ class FrozenModel:
         index = index_in(grid, len(grids))
         if index is None:
             raise ValueError(
-                f"grid is {grid!r}; the layers of this model work on {len(grids)} grids of "
+                f"grid is {brief(grid)}; the layers of this model work on {len(grids)} grids of "
                 f"tokens, one after the other: expected 0 .. {len(grids) - 1} (or "
                 f"-{len(grids)} .. -1 from the end)."
             )
@@ -346,7 +346,7 @@ class FrozenModel:
         B, L = self.shape if shape is None else shape
         index = as_integers(rows, self.layers[0].call.output.device)
         if index is None or index.dim() > 2:
-            raise TypeError(f"rows is {rows!r}; expected an int, (R,) or (B, R) integers.")
+            raise TypeError(f"rows is {brief(rows)}; expected an int, (R,) or (B, R) integers.")
         if index.numel() == 0 or (index.dim() == 2 and index.shape[0] != B):
             raise ValueError(
                 f"rows has shape {tuple(index.shape)}; expected an int, (R,) or ({B}, R)."
@@ -360,7 +360,7 @@ class FrozenModel:
         index = index_in(start, count)
         if index is None:
             raise ValueError(
-                f"start_layer is {start!r}; this model has {count} layers of mixers: expected "
+                f"start_layer is {brief(start)}; this model has {count} layers of mixers: expected "
                 f"0 .. {count - 1} (or -{count} .. -1 from the end)."
             )
         return [layer for layer in self.layers if layer.step >= index]
@@ -377,20 +377,18 @@ class FrozenModel:
         """The layers named by index (negative from the end) or path; None for all."""
         if layers is None:
             return self.layers
-        try:
-            wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
-        except TypeError:  # one number, of numpy or torch
-            wanted = [layers]  # type: ignore[list-item]
+        wanted = listed_layers(layers)
         if not wanted:
             raise ValueError("layers is empty; name at least one, or pass None for all.")
-        return [self._layer(item, f"layers holds {item!r}") for item in wanted]
+        return [self._layer(item, "layers holds") for item in wanted]
 
     def select_one(self, layer: int | str | None) -> FrozenCall:
         """The layer named by its index (negative from the end) or its path."""
-        return self._layer(layer, f"layer is {layer!r}")
+        return self._layer(layer, "layer is")
 
-    def _layer(self, name: int | str | None, prefix: str) -> FrozenCall:
-        return self.layers[mixer_index(name, [layer.name for layer in self.layers], prefix)]
+    def _layer(self, layer: Any, told: str) -> FrozenCall:
+        paths = [call.name for call in self.layers]
+        return self.layers[mixer_index(layer, self.request.module, paths, told)]
 
 
 @contextmanager

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
-from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.utils.integers import index_in
+from captum_ssm.errors import UnsupportedModelError, brief
+from captum_ssm.utils.integers import as_index, index_in
 from captum_ssm.utils.signatures import signature
 
 if TYPE_CHECKING:
@@ -41,7 +41,15 @@ def unwrap(model: nn.Module | Envoy) -> nn.Module:
 def resolve_model(forward_func: Any, model: Any) -> Any:
     """The module or nnsight model whose mixers are explained."""
     if model is not None:
-        return check_model(model)
+        check_model(model)
+        part, whole = unwrap(model), forward_func
+        if isinstance(whole, nn.Module) and part is not unwrap(whole) and _path(part, whole):
+            raise ValueError(
+                f"model is {_told(part, whole)}, and forward_func the model that it is a part of; "
+                "expected model only where forward_func is a function. A layer is an option of "
+                "attribute: LaTIM(model).attribute(inputs, layer=layer)."
+            )
+        return model
     if is_model(forward_func):
         return forward_func
     raise ValueError(
@@ -82,25 +90,48 @@ def check_model(model: Any) -> Any:
     )
 
 
-def mixer_index(layer: Any, paths: Sequence[str], told: str) -> int:
-    """The index, from 0 on, of a mixer that is named by its path or its index.
+def mixer_index(layer: Any, model: nn.Module, paths: Sequence[str], told: str) -> int:
+    """The index, from 0 on, of a mixer that is named by its path or its index, or is itself given.
 
     Args:
-        layer (int or str): an index may be negative, from the end.
+        layer (int, str or nn.Module): an index may be negative, from the end.
+        model (nn.Module): the model.
         paths (sequence of str): of the model's mixers.
-        told (str): what names it, for the error.
+        told (str): what names it, for the error, such as ``"layer is"``.
 
     Raises:
         ValueError: for a mixer that is not there.
     """
-    count = len(paths)
+    count, what, inside = len(paths), brief(layer), list[str]()
+    if isinstance(layer, nn.Module):
+        what, layer = _told(layer, model), _path(layer, model)
+        inside = [path for path in paths if path.startswith(f"{layer}.")]
     index = paths.index(layer) if layer in paths else index_in(layer, count)
     if index is None:
+        shown = paths if count <= 8 else [*paths[:3], "..", paths[-1]]
+        near = f" It holds the mixer {inside[0]}." if len(inside) == 1 else ""
         raise ValueError(
-            f"{told}; this model has {count} mixer{'s' * (count != 1)}: expected an index 0 .. "
-            f"{count - 1}, or a path: {', '.join(paths)}."
+            f"{told} {what}; this model has {count} mixer{'s' * (count != 1)}: expected an index 0 "
+            f".. {count - 1}, a mixer itself, or a path: {', '.join(shown)}.{near}"
         )
     return index
+
+
+def _path(part: nn.Module, model: nn.Module) -> str | None:
+    # Where a module is in a model: "" for the model itself, None where it is not in it.
+    return {module: path for path, module in model.named_modules()}.get(part)
+
+
+def _told(part: nn.Module, model: nn.Module) -> str:
+    # A module in an error: its path and its class.
+    path, kind = _path(part, model), type(part).__name__
+    return f"a {kind} of another model" if path is None else f"{path or 'the model'}, a {kind}"
+
+
+def listed_layers(layers: Any) -> list[Any]:
+    """One or several layers, named by index, by path or by themselves, as a list."""
+    is_several = isinstance(layers, Iterable) and not isinstance(layers, (str, nn.Module))
+    return list(layers) if is_several and as_index(layers) is None else [layers]
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.model import check_model, input_embeddings, is_wrapped
 from captum_ssm.capture.state_module import StateModule
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.utils.nested import first_of
 from captum_ssm.utils.suggestions import did_you_mean
 from captum_ssm.utils.watch_modules import watch_modules
@@ -252,8 +252,8 @@ def _path_of(model: nn.Module, layer: Any) -> str:
         )
     if layer not in paths:
         raise ValueError(
-            f"layer is {layer!r}, and {type(model).__name__} has no such module; expected a path "
-            f"such as {next(iter(paths), None)!r}.{did_you_mean(str(layer), paths)}"
+            f"layer is {brief(layer)}, and {type(model).__name__} has no such module; expected a "
+            f"path such as {next(iter(paths), None)!r}.{did_you_mean(str(layer), paths)}"
         )
     return str(layer)
 

@@ -21,6 +21,7 @@ from captum_ssm.capture.model import unwrap
 from captum_ssm.capture.recording import Recording, split_calls
 from captum_ssm.capture.request import Remote, Request
 from captum_ssm.capture.session import find_points
+from captum_ssm.errors import brief
 from captum_ssm.mixers import MixerCall
 from captum_ssm.utils.blocks import undo
 from captum_ssm.wiring.wiring import sequence
@@ -42,8 +43,8 @@ def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
     """Raise unless this model can run where ``remote`` says."""
     if not isinstance(remote, (bool, str)) or remote == "":
         raise TypeError(
-            f"remote is {remote!r}; expected False, True (the server of nnsight's configuration) "
-            "or a str, the address of another server."
+            f"remote is {brief(remote)}; expected False, True (the server of nnsight's "
+            "configuration) or a str, the address of another server."
         )
     if remote == "local":
         raise ValueError(
@@ -57,7 +58,7 @@ def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
     asked = forward_func if model is None else model
     if forward_func is not asked or not isinstance(asked, Remotable):
         raise TypeError(
-            f"remote is {remote!r}, and forward_func is a {type(forward_func).__name__}; what "
+            f"remote is {brief(remote)}, and forward_func is a {type(forward_func).__name__}; what "
             "runs on a server is an nnsight model that has a name there, such as "
             "nnsight.LanguageModel: pass it as forward_func, and no other model."
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import TargetError
+from captum_ssm.errors import TargetError, brief
 from captum_ssm.utils.integers import as_integers
 
 SCORES = ("logit", "log_prob", "contrast")
@@ -137,18 +137,10 @@ def token_ids(target: Tensor, vocabulary: int) -> Tensor:
     """Targets as ids from 0 on; as in Captum and Python, -1 is the last of the vocabulary."""
     if bool(((target < -vocabulary) | (target >= vocabulary)).any()):
         raise TargetError(
-            f"target is {shown(target)}, outside the vocabulary: expected ids "
+            f"target is {brief(target)}, outside the vocabulary: expected ids "
             f"0 .. {vocabulary - 1} (or -{vocabulary} .. -1 from its end)."
         )
     return target % vocabulary
-
-
-def shown(values: Tensor) -> str:
-    """Numbers in an error: a few as they are, and of many the shape and the range."""
-    if values.numel() <= 16:
-        return str(values.tolist())
-    low, high = values.min().item(), values.max().item()
-    return f"of shape {tuple(values.shape)}, from {low:g} to {high:g}"
 
 
 def _integers(span: SpanTarget, name: str) -> Tensor:
@@ -157,7 +149,9 @@ def _integers(span: SpanTarget, name: str) -> Tensor:
     if integers is None and isinstance(value, (list, tuple)) and not value:
         integers = torch.zeros(0, dtype=torch.long, device="cpu")
     if integers is None or integers.dim() not in (1, 2):
-        raise TargetError(f"{name} of the span is {value!r}; expected integers (S,) or (B, S).")
+        raise TargetError(
+            f"{name} of the span is {brief(value)}; expected integers (S,) or (B, S)."
+        )
     object.__setattr__(span, name, integers)
     return integers
 

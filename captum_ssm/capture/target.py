@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from captum_ssm.capture.check_inputs import usable
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording
-from captum_ssm.capture.span_target import SpanTarget, mean_of_others, shown, token_ids
-from captum_ssm.errors import InputError, TargetError, UnsupportedModelError
+from captum_ssm.capture.span_target import SpanTarget, mean_of_others, token_ids
+from captum_ssm.errors import InputError, TargetError, UnsupportedModelError, brief
 from captum_ssm.utils.captum_api import select_targets
 from captum_ssm.utils.integers import as_index, as_integers, from_start
 from captum_ssm.wiring.wiring import Wiring
@@ -63,7 +63,9 @@ def _score_against(recording: Recording, asked: Against, position: Any) -> Tenso
         score = read_score(recording, asked.target, position)
         return score - _score_of_foil(recording, asked, position)
     if asked.foil != "others":
-        raise TargetError(f"against is {asked.foil!r}; expected 'others', another target, or None.")
+        raise TargetError(
+            f"against is {brief(asked.foil)}; expected 'others', another target, or None."
+        )
     if isinstance(asked.target, SpanTarget):
         return read_score(recording, replace(asked.target, score="contrast"), position)
     score = read_score(recording, asked.target, position)
@@ -160,7 +162,7 @@ def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
     index = as_integers(position, device)
     if index is None or index.dim() > 1:
         raise TypeError(
-            f"position is {position!r}, a {type(position).__name__}; expected an int, a (B,) "
+            f"position is {brief(position)}, a {type(position).__name__}; expected an int, a (B,) "
             "integer tensor or None."
         )
     if index.dim() == 1 and index.shape[0] != B:
@@ -224,7 +226,7 @@ def _split_target(
     if isinstance(target, SpanTarget):
         if position is not None and position is not target:
             raise TargetError(
-                f"position is {position!r}; leave it out for a span, which has its own."
+                f"position is {brief(position)}; leave it out for a span, which has its own."
             )
         return target, target
     is_only_position = is_only_position and position is None
@@ -239,16 +241,16 @@ def _split_target(
     else:
         return target, position
     if any(len(pair) != 2 for pair in pairs):
-        raise TargetError(f"target is {target!r}; a tuple names (position, token).")
+        raise TargetError(f"target is {brief(target)}; a tuple names (position, token).")
     if position is not None:
         raise TargetError(
-            f"target is {target!r}, which names the position, and position={position!r} was "
-            "given too; give one of them."
+            f"target is {brief(target)}, which names the position, and position is "
+            f"{brief(position)}; give one of them."
         )
     positions, tokens = ([as_index(x) for x in side] for side in zip(*pairs, strict=True))
     if None in positions or None in tokens:
         raise TargetError(
-            f"target is {target!r}; expected a tuple (position, token) of two integers."
+            f"target is {brief(target)}; expected a tuple (position, token) of two integers."
         )
     return tokens, torch.tensor(positions)
 
@@ -313,8 +315,8 @@ def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tenso
     score = read_score(recording, foil, foil_position)
     if _is_any_same(answer, foil) and _is_any_same(answer_position, foil_position):
         raise TargetError(
-            f"against is the target in an example: {asked.foil!r} and {asked.target!r}; expected "
-            "another answer."
+            f"against is the target in an example: {brief(asked.foil)} and {brief(asked.target)}; "
+            "expected another answer."
         )
     return score
 
@@ -354,17 +356,16 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     return mean_of_others(logits, token_ids(_as_tokens(target, logits), logits.shape[-1]))
 
 
-def _named(target: Any) -> str:
-    # A tensor of many numbers by its shape.
-    return shown(target) if torch.is_tensor(target) and target.numel() > 16 else repr(target)
+FOR_TEXTS = ": for a text, explain(model, tokenizer, text, target=target), or its token's id"
 
 
 def _as_tokens(target: Any, logits: Tensor) -> Tensor:
     token = as_integers(target, logits.device)
     if token is None or token.dim() > 1:
         raise TargetError(
-            f"target is {_named(target)}; for logits of shape {tuple(logits.shape)} expected a "
-            "token id, one id per example (list or 1-D tensor), or (position, token)."
+            f"target is {brief(target)}; for logits of shape {tuple(logits.shape)} expected a "
+            "token id, one id per example (list or 1-D tensor), or (position, token)"
+            f"{FOR_TEXTS if isinstance(target, str) else ''}."
         )
     if token.dim() == 1 and token.numel() > 1:
         _check_count(token.numel(), logits.shape[0])
@@ -379,7 +380,7 @@ def captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
         score = select_targets(logits, target if index is None else index)
     except (AssertionError, IndexError, RuntimeError) as error:
         raise TargetError(
-            f"target is {target!r}, which does not select one value per example of the output "
+            f"target is {brief(target)}, which does not select one value per example of the output "
             f"of shape {shape}: {error}"
         ) from error
     if score.numel() not in (1, B):
@@ -391,7 +392,7 @@ def captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
                 "entry of its row."
             )
         raise TargetError(
-            f"the output has shape {shape} and target is {target!r}, which leaves "
+            f"the output has shape {shape} and target is {brief(target)}, which leaves "
             f"{tuple(score.shape)}; a target has to select one value per example: expected a tuple "
             f"({axes}), one index per axis after the first, as in Captum, or one tuple per example "
             f"in a list.{other} For a sum over several entries let forward_func return it."

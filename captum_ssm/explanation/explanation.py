@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from captum_ssm.errors import brief
 from captum_ssm.explanation import file as _file
 from captum_ssm.explanation import tables
 from captum_ssm.explanation.compare import difference
+from captum_ssm.explanation.lines import in_few_lines
 from captum_ssm.explanation.parts import ExplanationData, Output
 from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.summary import Summary, summary
@@ -55,6 +57,11 @@ class Explanation(ExplanationData):
         return printable(
             f"<Explanation of {self.model} by {names}: {counts}{self._winners()}{self._replayed()}>"
         )
+
+    def __str__(self) -> str:
+        """A summary for a terminal: the tokens with the most relevance, of what comes first."""
+        methods = [method.name for method in self.methods]
+        return "\n".join([repr(self), *in_few_lines(self.examples, methods)])
 
     def _replayed(self) -> str:
         # How far the model is from the served one that wrote the answers.
@@ -163,7 +170,7 @@ class Explanation(ExplanationData):
         names = [method.name for method in self.methods]
         name = names[0] if method is None else method
         if name not in names:
-            raise ValueError(f"method is {method!r}; expected {' or '.join(names)}.")
+            raise ValueError(f"method is {brief(method)}; expected {' or '.join(names)}.")
         shown = _item(self.examples, example, "example")
         rows = shown.relevance[name]
         of = _item(shown.outputs, output, "output")
@@ -341,7 +348,7 @@ def _rows(
         if (contrast.answer, contrast.against) == (plus, minus):
             return contrast.row, None
     if plus == minus:
-        raise ValueError(f"against is {against!r}, the answer itself; choose another answer.")
+        raise ValueError(f"against is {brief(against)}, the answer itself; choose another answer.")
     rows = [None if i is None else _row(output, i) for i in (plus, minus)]
     assert rows[0] is not None
     return rows[0], rows[1]
@@ -357,8 +364,8 @@ def _hop(
     is_chosen = answer is None or _answer(output, answer, "answer") == output.chosen
     if not is_chosen or against is not None:
         raise ValueError(
-            f"hop is {hop} and the answer is {answer!r} against {against!r}; expected hop=0 for "
-            "them: hops are computed of the chosen answer alone."
+            f"hop is {hop} and the answer is {brief(answer)} against {brief(against)}; expected "
+            "hop=0 for them: hops are computed of the chosen answer alone."
         )
     return output.hops[hop - 1], None
 
@@ -378,7 +385,7 @@ def _answer(output: Output, wanted: str | int, name: str) -> int:
         for i, answer in enumerate(output.answers):
             if wanted == answer.id or (isinstance(wanted, str) and key(answer.text) == key(wanted)):
                 return i
-    raise ValueError(f"{name} is {wanted!r}; expected {_explained(output)}.")
+    raise ValueError(f"{name} is {brief(wanted)}; expected {_explained(output)}.")
 
 
 def _explained(output: Output) -> str:

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from captum_ssm.errors import brief
 from captum_ssm.explanation.parts import LABEL, Example, Output, Span, Token
 from captum_ssm.explanation.pictures import TEXT, Picture, owners, picture_names
 
@@ -170,7 +171,8 @@ def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:
         return None
     if units not in example.units:
         raise ValueError(
-            f"units is {units!r}; expected {' or '.join(map(repr, ('token', *example.units)))}."
+            f"units is {brief(units)}; expected "
+            f"{' or '.join(map(repr, ('token', *example.units)))}."
         )
     return example.units[units]
 

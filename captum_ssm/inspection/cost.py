@@ -12,6 +12,7 @@ from torch import Tensor
 
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.capture import Request, is_model
+from captum_ssm.errors import brief
 from captum_ssm.inspection.meter import Measurement, fitted, grown, measured
 from captum_ssm.utils.integers import as_integers
 from captum_ssm.utils.memory import readable_bytes
@@ -95,8 +96,8 @@ def estimate(method: Any, inputs: Any, **options: Any) -> Estimate:
     model: Any = options.get("model", args[0] if args else None)
     if not is_model(model) or not callable(method):
         raise TypeError(
-            f"method is {method!r}; expected a method such as MambaRollout(model), a function of "
-            "it such as its rollout, or functools.partial(hidden_attention, model)."
+            f"method is {brief(method)}; expected a method such as MambaRollout(model), a function "
+            "of it such as its rollout, or functools.partial(hidden_attention, model)."
         )
     return Costs(Request.of(model, None, inputs, extra)).of(partial(method, *args), **options)
 

@@ -15,6 +15,7 @@ from captum_ssm.capture import (
     exact_arithmetic,
     freeze,
 )
+from captum_ssm.errors import brief
 from captum_ssm.mixers import check_components
 from captum_ssm.models.token_grid import TokenGrid
 from captum_ssm.operators import REDUCTIONS, TokenOperator
@@ -82,7 +83,7 @@ def hidden_attention(
     """
     folded = check_components(formulation, components)
     if reduction is not None and reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}, or None.")
+        raise ValueError(f"reduction is {brief(reduction)}; expected one of {REDUCTIONS}, or None.")
     check_remote(remote, check_model(model), None)
     request = Request.of(model, None, inputs, additional_forward_args, remote)
     frozen = freeze(request, query=False, check=check)

@@ -13,7 +13,7 @@ from captum_ssm.attr.relevance import coefficients_at
 from captum_ssm.attr.relevance_stand_ins import with_leaves
 from captum_ssm.capture import FrozenCall, exact_arithmetic, freeze
 from captum_ssm.capture.recording import gradients_at
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError, brief
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.patching import Pair, Patching, check_component
@@ -79,7 +79,7 @@ def attribution_patching(
         torch.Size([1, 2, 7])
     """
     if rule not in RULES:
-        raise ValueError(f"rule is {rule!r}; expected one of {RULES}.")
+        raise ValueError(f"rule is {brief(rule)}; expected one of {RULES}.")
     wanted = [components] if isinstance(components, str) else list(components)
     for component in wanted:
         check_component(component)

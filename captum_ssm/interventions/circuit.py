@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from captum_ssm.attr import Edge, RelevanceEdges
 from captum_ssm.capture import resolve_model, unwrap
 from captum_ssm.capture.model import mixer_index
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.interventions.edges import EdgeSet, ListedEdges, MaskedEdges
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.left import with_edges
@@ -147,8 +147,7 @@ class KeptEdges:
         cls, model: nn.Module, edges: Edges, *, remove: bool = False, formulation: str = "hidden"
     ) -> KeptEdges:
         """The edges that a user named, as for :func:`circuit`."""
-        paths = list(chosen_layers(model, None))
-        return cls(_by_layer(paths, edges), remove, formulation)
+        return cls(_by_layer(model, edges), remove, formulation)
 
     def at(self, opened: OpenMixer) -> EdgeSet:
         """The edges of one mixer in a run, which tells its tokens, heads and examples."""
@@ -172,8 +171,9 @@ def _reference(ablation: str | Reference, formulation: str) -> Reference | None:
     return ablation
 
 
-def _by_layer(paths: list[str], edges: Any) -> dict[str, Tensor]:
+def _by_layer(model: nn.Module, edges: Any) -> dict[str, Tensor]:
     # For each path a mask, or numbers (E, 4): example, head, target, source.
+    paths = list(chosen_layers(model, None))
     if torch.is_tensor(edges):
         axis = edges.dim() - 3
         _check_mask(edges, "edges")
@@ -190,27 +190,29 @@ def _by_layer(paths: list[str], edges: Any) -> dict[str, Tensor]:
         )
     if isinstance(edges, Mapping):
         for layer, mask in edges.items():
-            _check_mask(mask, f"edges[{layer!r}]")
-        return {_path(layer, paths): mask for layer, mask in edges.items()}
+            _check_mask(mask, f"edges[{brief(layer)}]")
+        return {_path(layer, model, paths): mask for layer, mask in edges.items()}
     if isinstance(edges, (str, Edge)) or not isinstance(edges, Iterable):
-        raise TypeError(f"edges is {edges!r}; expected edges in a list, a dict or a bool Tensor.")
+        raise TypeError(
+            f"edges is {brief(edges)}; expected edges in a list, a dict or a bool Tensor."
+        )
     listed: dict[str, list[list[int]]] = {}
     for item in edges:
         layer, numbers = _numbers(item)
-        path = _path(layer, paths)
+        path = _path(layer, model, paths)
         if isinstance(item, Edge) and path in paths:  # of the first call
             path = f"{path}:0"
         listed.setdefault(path, []).append(numbers)
     return {path: torch.tensor(numbers) for path, numbers in listed.items()}
 
 
-def _path(layer: Any, paths: list[str]) -> str:
+def _path(layer: Any, model: nn.Module, paths: list[str]) -> str:
     # Also of one call of a mixer, "path:k".
     if isinstance(layer, str) and layer not in paths:
         path, _, call = layer.rpartition(":")
         if path in paths and call.isdecimal():
             return layer
-    return paths[mixer_index(layer, paths, f"edges holds {layer!r}")]
+    return paths[mixer_index(layer, unwrap(model), paths, "edges holds")]
 
 
 def _check_mask(mask: Any, what: str) -> None:
@@ -229,7 +231,7 @@ def _numbers(item: Any) -> tuple[Any, list[int]]:
     numbers = [ALL if x is None else as_index(x) for x in fields[1:]]
     if not fields or None in numbers or ALL in numbers[:2]:
         raise TypeError(
-            f"edges holds {item!r}; expected an Edge, (layer, target, source) or "
+            f"edges holds {brief(item)}; expected an Edge, (layer, target, source) or "
             "(layer, target, source, head), with integers."
         )
     target, source, head, example = numbers

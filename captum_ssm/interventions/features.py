@@ -11,7 +11,7 @@ from torch import Tensor
 from captum_ssm.attr.flow.features import check_decoder
 from captum_ssm.capture import Readout
 from captum_ssm.capture.readout import stream_of
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError, brief
 from captum_ssm.interventions.editing import Edit, edited
 from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.selection import Tokens, mask_of
@@ -137,6 +137,6 @@ def _numbers(readout: Readout, features: Any, count: int) -> list[int]:
     outside = [number for number in numbers if not -count <= number < count]
     if outside or not numbers:
         raise ValueError(
-            f"features is {features!r}; expected at least one of 0 .. {count - 1}, or names."
+            f"features is {brief(features)}; expected at least one of 0 .. {count - 1}, or names."
         )
     return [number % count for number in numbers]

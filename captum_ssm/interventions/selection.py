@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture import Readout, unwrap
-from captum_ssm.capture.model import mixer_index
-from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.capture.model import listed_layers, mixer_index
+from captum_ssm.errors import InputError, UnsupportedModelError, brief
 from captum_ssm.mixers import find_mixers
-from captum_ssm.utils.integers import as_index, as_integers, from_start
+from captum_ssm.utils.integers import as_integers, from_start
 
 # Positions, negative from the end; a bool mask, (L,) or one row per example; None for all.
 Tokens: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | None
@@ -59,8 +59,8 @@ def mask_of(
     index = None if values is None else as_integers(values, device)
     if index is None or index.dim() > 2:
         raise TypeError(
-            f"{what} is {chosen!r}; expected an int, a slice, integers, a bool mask, or None for "
-            "all."
+            f"{what} is {brief(chosen)}; expected an int, a slice, integers, a bool mask, or None "
+            "for all."
         )
     if index.dim() == 2 and index.shape[0] not in (1, B):
         raise InputError(
@@ -92,13 +92,8 @@ def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
         )
     if layers is None:
         return mixers
-    if isinstance(layers, slice):
-        wanted: list[Any] = list(range(len(paths))[layers])
-    elif isinstance(layers, str) or as_index(layers) is not None:
-        wanted = [layers]
-    else:
-        wanted = list(layers)  # type: ignore[arg-type]
+    wanted = listed_layers(range(len(paths))[layers] if isinstance(layers, slice) else layers)
     if not wanted:
-        raise ValueError(f"layers is {layers!r}, which names none; expected at least one.")
-    indices = (mixer_index(item, paths, f"layers holds {item!r}") for item in wanted)
+        raise ValueError(f"layers is {brief(layers)}, which names none; expected at least one.")
+    indices = (mixer_index(item, root, paths, "layers holds") for item in wanted)
     return {paths[index]: mixers[paths[index]] for index in indices}

@@ -14,7 +14,7 @@ from torch import Tensor
 from captum_ssm.attr.base import ModelAttribution
 from captum_ssm.attr.to_inputs import of_inputs
 from captum_ssm.capture import Request, freeze
-from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.errors import InputError, UnsupportedModelError, brief
 from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.runs import Runs, bar
 from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers
@@ -204,7 +204,7 @@ class TokenKnockout(ModelAttribution, PerturbationAttribution):
         numbers = as_integers(spans, frozen.layers[0].call.output.device)
         if numbers is None or numbers.shape not in ((B, L), (1, L)):
             raise InputError(
-                f"feature_mask is {feature_mask!r}; expected integers ({B}, {L}) or (1, {L})."
+                f"feature_mask is {brief(feature_mask)}; expected integers ({B}, {L}) or (1, {L})."
             )
         query = None
         if of_query:

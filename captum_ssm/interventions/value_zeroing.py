@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.capture import Request, exact_arithmetic, freeze, unwrap
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.runs import Runs, bar
@@ -110,7 +110,7 @@ def _without(mixer: FrozenMixer, tokens: Tensor) -> list[Tensor]:
 def _module(model: Any, at: str) -> torch.nn.Module:
     modules = dict(unwrap(model).named_modules())
     if at not in modules:
-        raise ValueError(f"at is {at!r}; expected the path of a module of the model.")
+        raise ValueError(f"at is {brief(at)}; expected the path of a module of the model.")
     return modules[at]
 
 

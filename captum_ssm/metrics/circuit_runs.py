@@ -14,6 +14,7 @@ from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import one_query
+from captum_ssm.errors import brief
 from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import only, repeated
 from captum_ssm.metrics.logits import classes
@@ -92,7 +93,8 @@ class CircuitRuns:
             wrong = classes("foil", foil, whole)
             if bool((wrong == index[:, 0]).any()):
                 raise ValueError(
-                    f"foil is the target in an example: both are {foil!r}; expected another answer."
+                    f"foil is the target in an example: both are {brief(foil)}; expected another "
+                    "answer."
                 )
             weights = torch.zeros_like(weights).scatter(1, wrong[:, None], 1.0)
         return cls(request, rows, whole, index[:, 0], wrong, weights, options, at_once)
@@ -157,7 +159,7 @@ def ranked(edges: RankedEdges, batch: int, k: int, by: str = "size") -> list[lis
         TypeError: for something else than edges.
     """
     if by not in ORDERS:
-        raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
+        raise ValueError(f"by is {brief(by)}; expected one of {ORDERS}.")
     if isinstance(edges, RelevanceEdges):
         listed = edges.top(k, by=by)
     elif isinstance(edges, Mapping):
@@ -260,6 +262,6 @@ def _check_one_score(target: Any, foil: Any) -> None:
     is_first = index == 0 or (torch.is_tensor(target) and not bool(target.any()))
     if foil is not None or not (target is None or is_first):
         raise ValueError(
-            f"target is {target!r} and foil is {foil!r}, and the model returns one score per "
-            "example; expected target=None and foil=None."
+            f"target is {brief(target)} and foil is {brief(foil)}, and the model returns one score "
+            "per example; expected target=None and foil=None."
         )

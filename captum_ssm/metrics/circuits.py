@@ -12,6 +12,7 @@ from torch import Tensor
 from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.capture import Request
+from captum_ssm.errors import brief
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.metrics.circuit_runs import CircuitRuns, RankedEdges, ranked
 from captum_ssm.metrics.interval import Interval, bootstrap
@@ -272,7 +273,7 @@ def _checked(ks: Sequence[int]) -> tuple[int, ...]:
     counts = [as_index(k) for k in ks]
     positive = tuple(k for k in counts if k is not None and k > 0)
     if not positive or len(positive) != len(counts) or list(positive) != sorted(set(positive)):
-        raise ValueError(f"ks is {ks!r}; expected positive integers in ascending order.")
+        raise ValueError(f"ks is {brief(ks)}; expected positive integers in ascending order.")
     return positive
 
 

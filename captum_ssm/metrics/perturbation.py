@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from captum_ssm.errors import brief
 from captum_ssm.metrics.interval import Interval, bootstrap
 from captum_ssm.metrics.logits import batched_logits, classes
 
@@ -252,7 +253,8 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
         return torch.full_like(inputs, removal)
     if not inputs.is_floating_point():
         raise ValueError(
-            f"removal is {removal!r} for ids; expected the UNK id, 'mask', a tensor or a function."
+            f"removal is {brief(removal)} for ids; expected the UNK id, 'mask', a tensor or a "
+            "function."
         )
     if removal == "zero":
         return torch.zeros_like(inputs)
@@ -262,7 +264,7 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
     if removal == "blur" and inputs.dim() == 4:
         return blurred(inputs)
     raise ValueError(
-        f"removal is {removal!r} for inputs of shape {tuple(inputs.shape)}; expected one of "
+        f"removal is {brief(removal)} for inputs of shape {tuple(inputs.shape)}; expected one of "
         f"{REMOVALS} ('blur' for images, 'mask' for tokens), a number, a tensor or a function."
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from captum_ssm.errors import brief
 from captum_ssm.metrics.interval import Interval, bootstrap
 
 SIGNS = ("positive", "net", "size")
@@ -56,7 +57,7 @@ def part_shares(
             f"rows has shape {tuple(rows.shape)}; expected (T, L), one row per token of the answer."
         )
     if signs not in SIGNS:
-        raise ValueError(f"signs is {signs!r}; expected one of {SIGNS}.")
+        raise ValueError(f"signs is {brief(signs)}; expected one of {SIGNS}.")
     counted = {"positive": rows.clamp(min=0), "net": rows, "size": rows.abs()}[signs]
     whole = counted.sum(1)
     return {
@@ -77,7 +78,7 @@ def _positions(name: str, part: Sequence[int], length: int) -> Tensor:
     inside = bool(((positions >= 0) & (positions < length)).all())
     if not len(positions) or not inside or len(positions.unique()) < len(positions):
         raise ValueError(
-            f"parts[{name!r}] is {part!r}; expected positions of tokens, each once, from 0 to "
+            f"parts[{name!r}] is {brief(part)}; expected positions of tokens, each once, from 0 to "
             f"{length - 1}."
         )
     return positions

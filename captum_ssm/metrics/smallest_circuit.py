@@ -9,6 +9,7 @@ from typing import Any
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.capture import Request
+from captum_ssm.errors import brief
 from captum_ssm.interventions.circuit_flow import CircuitFlow
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.metrics.circuit_runs import CircuitRuns
@@ -250,8 +251,8 @@ def _with_position(target: Any, position: Any) -> tuple[Any, Any]:
         return target, position
     if position is not None:
         raise ValueError(
-            f"target is {target!r}, which names a token, and position is {position!r}; expected "
-            "one of them."
+            f"target is {brief(target)}, which names a token, and position is {brief(position)}; "
+            "expected one of them."
         )
     return target[1], target[0]
 

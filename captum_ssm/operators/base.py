@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.errors import renamed
+from captum_ssm.errors import brief, renamed
 from captum_ssm.operators.top import TopEntries, top_entries
 from captum_ssm.utils.memory import tile_entries
 from captum_ssm.utils.nested import detached
@@ -221,7 +221,9 @@ class TokenOperator(ABC):
         if reduction is None:
             return self.map_rows(index, 0, self.maps)
         if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS} or None.")
+            raise ValueError(
+                f"reduction is {brief(reduction)}; expected one of {REDUCTIONS} or None."
+            )
         if reduction == "mean" and index.shape[1] <= FEW_ROWS:
             # A few rows of the mean: one reversed scan each, without the rows of every map.
             one_hot = nn.functional.one_hot(index, self.length).to(self.dtype)  # (B, R, L)
@@ -378,7 +380,7 @@ class PartsOperator(TokenOperator):
 def check_rmatvec(reduction: str | None) -> bool:
     """Whether ``rmatvec`` should return the mean; a ValueError for an unknown reduction."""
     if reduction not in (None, "mean"):
-        raise ValueError(f"reduction is {reduction!r}; expected 'mean' or None.")
+        raise ValueError(f"reduction is {brief(reduction)}; expected 'mean' or None.")
     return reduction == "mean"
 
 

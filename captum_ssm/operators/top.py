@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captum_ssm.errors import brief
 from captum_ssm.utils.memory import tile_entries
 
 ORDERS = ("size", "signed")
@@ -45,7 +46,7 @@ class TopEntries:
 def top_entries(operator: Any, k: int, by: str = "size", *, between: bool = False) -> TopEntries:
     """See :meth:`TokenOperator.top`."""
     if by not in ORDERS:
-        raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
+        raise ValueError(f"by is {brief(by)}; expected one of {ORDERS}.")
     if k < 1:
         raise ValueError(f"k is {k}; expected at least 1 entry.")
     B, L, D, _ = operator.sizes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 
 
 def as_index(value: Any) -> int | None:
@@ -48,7 +48,7 @@ def count_of(name: str, value: Any, least: int, or_none: bool = False) -> Any:
     if (value is None and or_none) or (count is not None and count >= least):
         return count
     raise InputError(
-        f"{name} is {value!r}; expected an integer from {least} on{', or None' * or_none}."
+        f"{name} is {brief(value)}; expected an integer from {least} on{', or None' * or_none}."
     )
 
 
@@ -89,7 +89,7 @@ def example_index(example: Any, batch: int) -> int:
     index = index_in(example, batch)
     if index is None:
         raise InputError(
-            f"example is {example!r}; expected an index of the {batch} examples, 0 .. {batch - 1} "
-            f"(or -{batch} .. -1 from the end)."
+            f"example is {brief(example)}; expected an index of the {batch} examples, 0 .. "
+            f"{batch - 1} (or -{batch} .. -1 from the end)."
         )
     return index

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 import torch
 
+from captum_ssm.errors import brief
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.clones import memory
 from captum_ssm.utils.saved_tensors import Save, saving
@@ -35,7 +36,7 @@ def memory_limit(limit: int | None) -> Iterator[None]:
     """Keep the working memory of what runs inside to about ``limit`` bytes (None: no limit)."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(
-            f"memory_limit is {limit!r}; expected a positive number of bytes, or None."
+            f"memory_limit is {brief(limit)}; expected a positive number of bytes, or None."
         )
     with bound(_LIMIT, limit):
         yield

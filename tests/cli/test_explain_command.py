@@ -503,4 +503,4 @@ def test_labels_of_tokens_and_places_of_an_answer_on_the_terminal(capsys):
     example = pages.classes()
     bare = [replace(one, probability=None) for one in example.outputs[0].answers]
     output = replace(example.outputs[0], answers=tuple(bare))
-    assert "'positive', logit 4;" in shown(replace(example, outputs=(output,)))
+    assert "'positive', value 4\n" in shown(replace(example, outputs=(output,)))

@@ -331,7 +331,7 @@ CASES = {
     "a target of words": wrong_target("five", ["'five'"]),
     "a target of three": wrong_target((1, 2, 3), ["3 entries"]),
     "pairs of three": wrong_target([(1, 2, 3)] * 2, ["(position, token)"]),
-    "a position in both": wrong_target((3, 4), ["(3, 4)", "position=5"], options={"position": 5}),
+    "a position in both": wrong_target((3, 4), ["(3, 4)", "is 5"], options={"position": 5}),
     "a position of the target outside": Case(
         InputError, ["[9, 9]", "0 .. 6"], methods=OF_A_TARGET, target=(9, 4)
     ),

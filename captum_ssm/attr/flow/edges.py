@@ -13,6 +13,7 @@ from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.layer_edges import LayerEdges
 from captum_ssm.attr.flow.stream import BlockNodes
 from captum_ssm.capture.frozen_model import exact_arithmetic
+from captum_ssm.errors import brief
 from captum_ssm.operators import TopEntries
 from captum_ssm.operators.top import ORDERS
 from captum_ssm.utils.integers import count_of, index_in
@@ -63,8 +64,8 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         if layer in self.layers:
             return self.layers[layer]
         raise KeyError(
-            f"layer is {layer!r}; expected an index from 0 to {len(self.layers) - 1}, or one of "
-            f"{', '.join(self.layers)}."
+            f"layer is {brief(layer)}; expected an index from 0 to {len(self.layers) - 1}, or one "
+            f"of {', '.join(self.layers)}."
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -90,7 +91,9 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
         """
         wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
         if not wanted:
-            raise KeyError(f"layers is {layers!r}, which names no layer; expected at least one.")
+            raise KeyError(
+                f"layers is {brief(layers)}, which names no layer; expected at least one."
+            )
         chosen = [self[name] for name in wanted]
         return replace(self, layers={layer.name: layer for layer in chosen})
 
@@ -125,7 +128,7 @@ class RelevanceEdges(Mapping[str, LayerEdges]):
             KeyError: for a layer that is not there.
         """
         if by not in ORDERS:
-            raise ValueError(f"by is {by!r}; expected one of {ORDERS}.")
+            raise ValueError(f"by is {brief(by)}; expected one of {ORDERS}.")
         k = count_of("k", k, 1)
         chosen = list((self if layers is None else self.of_layers(layers)).layers.values())
         with exact_arithmetic():

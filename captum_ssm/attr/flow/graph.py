@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.paths import Path, Steps, likeliest_paths
-from captum_ssm.errors import InputError, renamed
+from captum_ssm.errors import InputError, brief, renamed
 
 FORMAT = "captum_ssm.flow/1"
 
@@ -156,7 +156,7 @@ class FlowGraph:
         """
         if source is not None and source not in range(len(self.tokens)):
             raise InputError(
-                f"source is {source!r}; expected one of the {len(self.tokens)} tokens of the "
+                f"source is {brief(source)}; expected one of the {len(self.tokens)} tokens of the "
                 f"graph, 0 .. {len(self.tokens) - 1}, or None for any."
             )
         edges = [(self.layer_of(e), e.target, e.source, e.relevance) for e in self.edges]

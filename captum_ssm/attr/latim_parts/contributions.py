@@ -23,7 +23,7 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.attr.latim_parts.scan_part import ACTIVATIONS, PIECE, ScanPart
 from captum_ssm.capture import FrozenCall, FrozenModel
-from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.errors import UnsupportedModelError, brief
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import sum_of
@@ -49,7 +49,7 @@ class Contributions:
         self, mixers: Sequence[FrozenMixer], activation: str, mask: Tensor | None = None
     ) -> None:
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; expected one of {ACTIVATIONS}.")
+            raise ValueError(f"activation is {brief(activation)}; expected one of {ACTIVATIONS}.")
         self.mixers, self.gate = mixers, _gate_of(mixers)
         self.parts = [
             ScanPart.of(scan, mixer.out_weight, order, weight, activation, mask)

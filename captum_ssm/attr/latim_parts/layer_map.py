@@ -12,6 +12,7 @@ from captum_ssm.attr.latim_parts.alti import Alti, of_tiles
 from captum_ssm.attr.latim_parts.chain import output_of
 from captum_ssm.attr.latim_parts.contributions import Contributions
 from captum_ssm.capture import FrozenCall, FrozenModel
+from captum_ssm.errors import brief
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
 FLOW: Literal["flow_logit"] = "flow_logit"
@@ -29,19 +30,19 @@ def norm_order(aggregation: str | float, layer: int | str | None) -> str | float
     if not (isinstance(aggregation, str) and aggregation in orders):
         if not (is_number and float(aggregation) > 0):
             raise ValueError(
-                f"aggregation is {aggregation!r}; expected one of {tuple(orders)}, or a number p > "
-                "0."
+                f"aggregation is {brief(aggregation)}; expected one of {tuple(orders)}, or a "
+                "number p > 0."
             )
         orders[aggregation] = float(aggregation)
     if layer is None and orders[aggregation] is not None:
         raise ValueError(
-            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
+            f"aggregation is {brief(aggregation)}, which makes a map of one layer, and layer is "
             "None; pass layer=, an index or a module path."
         )
     if layer is not None and aggregation == FLOW:
         raise ValueError(
-            f"aggregation is {FLOW!r}, which goes through all layers, and layer is {layer!r}; pass "
-            f"layer=None, or aggregation={LOGIT!r} for what one layer adds."
+            f"aggregation is {FLOW!r}, which goes through all layers, and layer is {brief(layer)}; "
+            f"pass layer=None, or aggregation={LOGIT!r} for what one layer adds."
         )
     return orders[aggregation]
 
@@ -55,17 +56,17 @@ def check_score_options(
 ) -> None:
     """Raise a ValueError for options that the aggregation or the layer leaves no room for."""
     whole = aggregation == LOGIT and layer is None
-    of_choices = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
+    of_choices = f"for aggregation {brief(aggregation)} and layer {brief(layer)}; expected"
     if grid is not None and not whole:
         raise ValueError(
-            f"grid is {grid!r}, {of_choices} grid only for aggregation='alti_logit' with "
+            f"grid is {brief(grid)}, {of_choices} grid only for aggregation='alti_logit' with "
             "layer=None. A layer's own map is returned by interactions()."
         )
     if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
         raise ValueError(
-            f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, "
-            f"{of_choices} a share of at least 0 and less than 1, and either of them only for "
-            "aggregation='alti_logit' with layer=None."
+            f"tolerance is {brief(tolerance)} and return_error_bound is "
+            f"{brief(return_error_bound)}, {of_choices} a share of at least 0 and less than 1, and "
+            "either of them only for aggregation='alti_logit' with layer=None."
         )
 
 

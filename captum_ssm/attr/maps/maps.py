@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from captum_ssm.capture import FrozenCall, FrozenModel
+from captum_ssm.errors import brief
 from captum_ssm.operators import REDUCTIONS, TokenOperator
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.memory import require, tile_entries
@@ -84,7 +85,7 @@ class MapOptions:
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {self.reduction!r}; expected one of {REDUCTIONS}.")
+            raise ValueError(f"reduction is {brief(self.reduction)}; expected one of {REDUCTIONS}.")
         if self.sign not in SIGNS:
             raise ValueError(f"sign is {self.sign!r}; expected one of {SIGNS}.")
         if not _is_share(self.discard_ratio):

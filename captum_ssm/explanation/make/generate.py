@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import parameter_names
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.inputs.media import refusals_explained
 from captum_ssm.explanation.make.inputs.reading import read_ids
 from captum_ssm.explanation.make.questions.texts import TextQuestion
@@ -122,7 +122,7 @@ def parse_generation(
         return None
     if generation is not None and not isinstance(generation, Mapping):
         raise TypeError(
-            f"generation is {generation!r}; expected a dict of the options of the model's "
+            f"generation is {brief(generation)}; expected a dict of the options of the model's "
             "generate, such as {'do_sample': True, 'temperature': 0.7}."
         )
     options = dict(generation or {})
@@ -138,13 +138,14 @@ def parse_generation(
         )
     if target is not None:
         raise InputError(
-            f"target is {target!r}, so there is nothing to write; give either target, or "
+            f"target is {brief(target)}, so there is nothing to write; give either target, or "
             "max_new_tokens (and generation)."
         )
     if position is not None and position != "all":
         raise InputError(
-            f"position is {position!r}, which explains tokens of the text; with max_new_tokens, "
-            "the answer is explained: leave one of them out, or use position='all' for both."
+            f"position is {brief(position)}, which explains tokens of the text; with "
+            "max_new_tokens, the answer is explained: leave one of them out, or use position='all' "
+            "for both."
         )
     return Generation(length, options)
 

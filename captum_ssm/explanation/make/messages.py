@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.inputs.parse_inputs import numbered, warn_of_unknown
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.inputs.templates import Message, Rendering, rendered
@@ -139,8 +139,9 @@ class Conversation:
         inside = [k for k, token in enumerate(tokens) if bounds and belongs(token, *bounds[0])]
         if not inside:
             raise InputError(
-                f"The answer is {answer!r}, and the chat template does not put it into the text as "
-                "it is; expected an answer that stands there. Pass its token ids: target=ids."
+                f"The answer is {brief(answer)}, and the chat template does not put it into the "
+                "text as it is; expected an answer that stands there. Pass its token ids: "
+                "target=ids."
             )
         before = replace(whole, text=_cut(whole.text, 0, inside[0]))
         # A template may leave a message out once it is answered, such as the system's.
@@ -207,7 +208,7 @@ def _conversation(messages: Sequence[Any], name: str) -> list[Message]:
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(
-            f"{name} is {message!r}; expected a dict with a role and a content, such as "
+            f"{name} is {brief(message)}; expected a dict with a role and a content, such as "
             "{'role': 'user', 'content': 'Who has the ball?'}."
         )
     content = message.get("content")
@@ -216,7 +217,7 @@ def _message(message: Any, name: str) -> Message:
     if isinstance(content, (list, tuple)):
         content = "".join(_part(part, f"{name}['content'][{k}]") for k, part in enumerate(content))
     if not isinstance(content, str):
-        raise InputError(f"{name}['content'] is {content!r}; expected a text.")
+        raise InputError(f"{name}['content'] is {brief(content)}; expected a text.")
     return {**message, "content": content}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from captum_ssm.capture import Readout, check_model, unwrap
+from captum_ssm.errors import brief
 from captum_ssm.explanation.make.answers.whole import AskedAnswer
 from captum_ssm.explanation.make.inputs.parse_inputs import is_tokenizer
 from captum_ssm.explanation.make.questions.base import Setup
@@ -91,16 +92,16 @@ def parse_spans(units: Any) -> dict[str, tuple[int, int]]:
         return {}
     if not isinstance(units, Mapping) or not units:
         raise ValueError(
-            f"units is {units!r}; expected one of {', '.join(UNITS)}, or named parts of the text "
-            "such as {'subject': (0, 4)}."
+            f"units is {brief(units)}; expected one of {', '.join(UNITS)}, or named parts of the "
+            "text such as {'subject': (0, 4)}."
         )
     spans = {}
     for name, span in units.items():
         bounds = pair_of(span)
         if bounds is None or not isinstance(name, str):
             raise ValueError(
-                f"units[{name!r}] is {span!r}; expected two integers, the first character and the "
-                "one after the last."
+                f"units[{name!r}] is {brief(span)}; expected two integers, the first character and "
+                "the one after the last."
             )
         spans[name] = bounds
     return spans

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.parts import Token
 from captum_ssm.explanation.replayed import Replay, TokenDifference
 
@@ -87,4 +87,4 @@ def check_bound(bound: Any, temperature: Any) -> None:
             continue
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
             kind = "a number from 0 on, or None" if name == "bound" else "a number above 0"
-            raise InputError(f"{name} is {value!r}; expected {kind}.")
+            raise InputError(f"{name} is {brief(value)}; expected {kind}.")

@@ -13,7 +13,7 @@ from captum_ssm.capture import Request, check_forward, freeze, is_model
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import captum_score
 from captum_ssm.capture.thrown_away import on_thrown_away
-from captum_ssm.errors import InputError, TargetError
+from captum_ssm.errors import InputError, TargetError, brief
 from captum_ssm.inspection.receptive_field.implicit import implicit_maps
 from captum_ssm.inspection.receptive_field.result import ReceptiveField, index_of
 from captum_ssm.inspection.receptive_field.unit import (
@@ -150,9 +150,9 @@ def effective_receptive_field(
 
 def _check_options(by: Any, target: Any, positive: Any, channels: Any) -> None:
     if by not in MEASURES:
-        raise ValueError(f"by is {by!r}; expected one of {MEASURES}.")
+        raise ValueError(f"by is {brief(by)}; expected one of {MEASURES}.")
     if channels is not None and as_index(channels) is None:
-        raise TypeError(f"channels is {channels!r}; expected the index of an axis, or None.")
+        raise TypeError(f"channels is {brief(channels)}; expected the index of an axis, or None.")
     if by == "implicit" and (target is not None or positive or channels is not None):
         raise ValueError(
             "by is 'implicit', which asks a token of the last mixers and measures the axes; "
@@ -320,7 +320,7 @@ def _at_place(output: Tensor, unit: Unit, target: Any) -> Tensor:
     channel = index_in(target, count)
     if channel is None:
         raise TargetError(
-            f"target is {target!r} with a position; expected one of the {count} channels there, "
-            f"0 .. {count - 1} (or -{count} .. -1 from the end)."
+            f"target is {brief(target)} with a position; expected one of the {count} channels "
+            f"there, 0 .. {count - 1} (or -{count} .. -1 from the end)."
         )
     return values[:, [channel]]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captum_ssm.errors import brief
 from captum_ssm.utils.integers import as_index
 
 
@@ -78,7 +79,7 @@ class ReceptiveField:
             True
         """
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ValueError(f"share is {share!r}; expected a number above 0 and at most 1.")
+            raise ValueError(f"share is {brief(share)}; expected a number above 0 and at most 1.")
         # The sums of whole maps are equal up to rounding only.
         needed = share * float(self.map.sum()) * (1 - 1e-12)
         sums = self.map.flatten().sort(descending=True).values.cumsum(0)
@@ -150,7 +151,7 @@ def index_of(name: str, value: Any, shape: Sequence[int]) -> tuple[int, ...]:
     if len(place) != len(shape) or not inside:
         ints = "an int" if len(shape) == 1 else f"{len(shape)} ints"
         raise ValueError(
-            f"{name} is {value!r}; expected {ints}, a place on the {times(shape)} there are "
+            f"{name} is {brief(value)}; expected {ints}, a place on the {times(shape)} there are "
             "(negative from the end)."
         )
     return tuple(i % n for i, n in pairs if i is not None)

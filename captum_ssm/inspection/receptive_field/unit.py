@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from captum_ssm.capture import FrozenModel
+from captum_ssm.errors import brief
 from captum_ssm.inspection.receptive_field.result import index_of, times
 from captum_ssm.utils.integers import as_index
 
@@ -56,8 +57,8 @@ def features_axis(tensor: Tensor, channels: int | None) -> int | None:
     axis = usual if channels is None else channels
     if not -tensor.dim() <= axis < tensor.dim() or axis % tensor.dim() == 0:
         raise ValueError(
-            f"channels is {channels!r} for inputs of shape {tuple(tensor.shape)}; expected the "
-            f"axis of their features, 1 .. {tensor.dim() - 1} (or negative, from the end)."
+            f"channels is {brief(channels)} for inputs of shape {tuple(tensor.shape)}; expected "
+            f"the axis of their features, 1 .. {tensor.dim() - 1} (or negative, from the end)."
         )
     return axis % tensor.dim()
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.answers.continuation import Continued
 from captum_ssm.explanation.make.relevance.rows import has_delta
 from captum_ssm.explanation.make.relevance.run import Run
@@ -157,7 +157,9 @@ def trace(
     asked = _Asked.of(text.prompt, len(text.continuation), span, hops, signs, least)
     effects = through if isinstance(through, Tensor) else None
     if effects is None and through not in THROUGH:
-        raise ValueError(f"through is {through!r}; expected one of {THROUGH}, or effects of swaps.")
+        raise ValueError(
+            f"through is {brief(through)}; expected one of {THROUGH}, or effects of swaps."
+        )
     # Later tokens cannot have made the model write the span.
     text = text.until(asked.last + 1)
     if effects is None and through == SWAPS:
@@ -235,9 +237,9 @@ class _Asked:
     @classmethod
     def of(cls, prompt: int, length: int, span: Any, hops: Any, signs: str, least: float) -> _Asked:
         if signs not in SIGNS:
-            raise ValueError(f"signs is {signs!r}; expected one of {SIGNS}.")
+            raise ValueError(f"signs is {brief(signs)}; expected one of {SIGNS}.")
         if not 0 <= least < 1:
-            raise ValueError(f"least is {least!r}; expected a share of at least 0 and below 1.")
+            raise ValueError(f"least is {brief(least)}; expected a share from 0 to below 1.")
         count = count_of("hops", hops, 0, or_none=True)
         first, last = ends_of((0, length - 1) if span is None else span, length)
         return cls(prompt, length, first, last, count, signs, least)
@@ -253,8 +255,8 @@ def ends_of(span: Any, length: int) -> tuple[int, int]:
     if ends and 0 <= ends[0] <= ends[1] < length:
         return ends[0], ends[1]
     raise InputError(
-        f"span is {span!r}; expected the first and the last of its tokens in the continuation, "
-        f"which has {length}: 0 .. {length - 1} (or -{length} .. -1 from the end)."
+        f"span is {brief(span)}; expected the first and the last of its tokens in the "
+        f"continuation, which has {length}: 0 .. {length - 1} (or -{length} .. -1 from the end)."
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr import TokenAttribution
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation import Answer, Output, Token
 from captum_ssm.explanation.make.answers.trace import Trace, ends_of, trace, trace_rows
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
@@ -54,24 +54,24 @@ class AskedAnswer:
             raw, span = span, pair_of(span)
             if span is None:
                 raise InputError(
-                    f"span is {raw!r}; expected a text of the continuation, or the first and the "
-                    "last of its tokens, such as (0, 4) or (-3, -1)."
+                    f"span is {brief(raw)}; expected a text of the continuation, or the first and "
+                    "the last of its tokens, such as (0, 4) or (-3, -1)."
                 )
         count = count_of("hops", hops, 0, or_none=True)
         if through not in THROUGH:
-            raise InputError(f"through is {through!r}; expected one of {THROUGH}.")
+            raise InputError(f"through is {brief(through)}; expected one of {THROUGH}.")
         if through != RELEVANCE and not count:
             raise InputError(
-                f"through is {through!r}, which says how hops are found, and hops is {hops!r}; "
-                "expected hops=1 or more, or no through."
+                f"through is {brief(through)}, which says how hops are found, and hops is "
+                f"{brief(hops)}; expected hops=1 or more, or no through."
             )
         marks = THOUGHTS if reasoning is None else reasoning
         is_pair = isinstance(marks, (tuple, list)) and len(marks) == 2
         if not is_pair or not all(isinstance(mark, str) for mark in marks) or not marks[1]:
             raise TypeError(
-                f"reasoning is {reasoning!r}; expected two texts, what the model's thoughts begin "
-                "with (an empty text for the continuation's start) and what they end with, such as "
-                f"{THOUGHTS}."
+                f"reasoning is {brief(reasoning)}; expected two texts, what the model's thoughts "
+                "begin with (an empty text for the continuation's start) and what they end with, "
+                f"such as {THOUGHTS}."
             )
         return cls(span, count, (marks[0], marks[1]), through)
 
@@ -114,8 +114,8 @@ class AskedAnswer:
             start = chars.text.rfind(self.span) if self.span.strip() else -1
             if start < 0:
                 raise InputError(
-                    f"span is {self.span!r}, which the continuation does not hold: {chars.text!r}. "
-                    "Expected a part of it, as it stands there."
+                    f"span is {brief(self.span)}, which the continuation does not hold: "
+                    f"{chars.text!r}. Expected a part of it, as it stands there."
                 )
             return chars.tokens(start, start + len(self.span))
         first = prompt if thoughts is None or thoughts[1] == len(tokens) else thoughts[1]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.dataset.rows import RowReader
 from captum_ssm.explanation.make.dataset.sources import attempt
 from captum_ssm.explanation.make.many import Explainer, InputRow
@@ -67,7 +67,7 @@ def checked(memory: Any) -> int | None:
     """
     if memory is not None and (type(memory) is not int or memory < 1):
         raise InputError(
-            f"batch_memory is {memory!r}; expected a positive number of bytes, or None."
+            f"batch_memory is {brief(memory)}; expected a positive number of bytes, or None."
         )
     return memory
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.dataset.own import present
 from captum_ssm.explanation.make.inputs.pictures import is_array
 from captum_ssm.explanation.make.many import InputRow
@@ -167,7 +167,7 @@ def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{column} is {_short(value)}; expected a text.")
     if not value.strip():
-        raise InputError(f"{column} is {value!r}, which is empty; expected a text.")
+        raise InputError(f"{column} is {brief(value)}, which is empty; expected a text.")
     return value
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.inputs.pictures import (
     file_name,
     is_path,
@@ -95,7 +95,8 @@ class Given:
         if isinstance(features, str) or len(features) != count or not count:
             has = f"{count} feature{'s' * (count != 1)}" if count else "no features"
             raise ValueError(
-                f"features is {features!r}; the {self.kind} has {has}: expected one name for each."
+                f"features is {brief(features)}; the {self.kind} has {has}: expected one name for "
+                "each."
             )
         return replace(self, features=tuple(map(str, features)))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation import Token
 from captum_ssm.explanation.make.inputs.media import Media
 from captum_ssm.explanation.units import Turns
@@ -84,7 +84,7 @@ def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Tokenize
         ids = list(tokenizer.encode(text, add_special_tokens=special))
         offsets = _found(text, _pieces(tokenizer, ids)) if ids else []
     if not ids:
-        raise InputError(f"{name} is {text!r}, which holds no token; give at least one.")
+        raise InputError(f"{name} is {brief(text)}, which holds no token; give at least one.")
     return _reading(tokenizer, text, ids, offsets)
 
 
@@ -101,7 +101,7 @@ def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
     """
     for text in (first, second):
         if not text.strip():
-            raise InputError(f"one of two texts is {text!r}; expected two, each with a token.")
+            raise InputError(f"one of two texts is {brief(text)}; expected two, each with a token.")
     joined, shift = f"{first}\n{second}", len(first) + 1
     if getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(first, second, return_offsets_mapping=True)
@@ -191,15 +191,18 @@ def positions_in(position: Any, P: int) -> list[int] | None:
     """
     if position is None or is_all(position):
         return None
-    several = [position] if as_index(position) is not None else position
+    is_one = as_index(position) is not None or not isinstance(position, Iterable)
+    several = [position] if is_one else position
     indices = [] if isinstance(several, str) else [as_index(item) for item in several]
     positions = [index for index in indices if index is not None]
     if not positions or len(positions) < len(indices):
-        raise TypeError(f"position is {position!r}; expected an int, several ints, 'all' or None.")
+        raise TypeError(
+            f"position is {brief(position)}; expected an int, several ints, 'all' or None."
+        )
     if any(not -P <= index < P for index in positions):
         raise InputError(
-            f"position is {position!r}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
-            ".. -1 from the end)."
+            f"position is {brief(position)}; the text has {P} tokens: expected 0 .. {P - 1} (or "
+            f"-{P} .. -1 from the end)."
         )
     return sorted({index % P for index in positions})
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from captum_ssm.errors import InputError, TargetError
+from captum_ssm.errors import InputError, TargetError, brief
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.inputs.arrays import Given, arranged
 from captum_ssm.explanation.make.inputs.pictures import shown
@@ -195,6 +195,6 @@ def _number(name: str, wanted: Any, names: Sequence[str], shape: Sequence[int]) 
     if index in indices:
         return indices.index(index)  # type: ignore[arg-type]
     raise TargetError(
-        f"{name} is {wanted!r}; expected a number of the forecast {indices[0]} .. {indices[-1]}, "
-        f"or its name, such as {names[-1]!r}."
+        f"{name} is {brief(wanted)}; expected a number of the forecast {indices[0]} .. "
+        f"{indices[-1]}, or its name, such as {names[-1]!r}."
     )

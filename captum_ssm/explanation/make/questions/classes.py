@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.inputs.reading import TokenizedText, positions_in
 from captum_ssm.explanation.make.questions.base import Questions, Setup
 from captum_ssm.explanation.make.questions.explained import OneTextQuestion
@@ -43,8 +43,8 @@ class ClassQuestion(OneTextQuestion):
                 positions = [k for k, token in enumerate(text.tokens) if token.end > token.start]
         elif setup.position is not None:
             raise InputError(
-                f"position is {setup.position!r}, and the model has one output for a whole text; "
-                "leave position out."
+                f"position is {brief(setup.position)}, and the model has one output for a whole "
+                "text; leave position out."
             )
         chosen, other = (
             class_of(name, wanted, task.names)

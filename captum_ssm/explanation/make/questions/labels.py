@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm.errors import TargetError
+from captum_ssm.errors import TargetError, brief
 from captum_ssm.utils.integers import index_in
 from captum_ssm.utils.suggestions import did_you_mean
 
@@ -88,7 +88,7 @@ def itself(
     against: Any, what: str = "the class that is explained", other: str = "another class"
 ) -> TargetError:
     """The error for an answer that is explained against itself."""
-    return TargetError(f"against is {against!r}, {what}; expected {other}.")
+    return TargetError(f"against is {brief(against)}, {what}; expected {other}.")
 
 
 def _unknown(name: str, wanted: str, labels: Sequence[str], hint: str = "") -> TargetError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError, TargetError
+from captum_ssm.errors import InputError, TargetError, brief
 from captum_ssm.explanation.make.inputs.reading import TokenizedText
 from captum_ssm.explanation.make.questions.base import Choices, Questions, Setup
 from captum_ssm.explanation.make.questions.explained import OneTextQuestion
@@ -45,8 +45,8 @@ class SpanQuestion(OneTextQuestion):
         """
         if setup.position is not None:
             raise InputError(
-                f"position is {setup.position!r}, and the model tells where an answer starts and "
-                "ends; expected target=, a part of the text, in its place."
+                f"position is {brief(setup.position)}, and the model tells where an answer starts "
+                "and ends; expected target=, a part of the text, in its place."
             )
         if not text.parts and setup.tokenizer is not None:
             raise InputError(
@@ -175,8 +175,8 @@ def _span(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | None
     bounds, L = pair_of(wanted), len(text.tokens)
     if bounds is None or not 0 <= bounds[0] <= bounds[1] < L:
         raise TargetError(
-            f"{name} is {wanted!r}; expected a part of the text, or its first and its last token, "
-            f"0 .. {L - 1}."
+            f"{name} is {brief(wanted)}; expected a part of the text, or its first and its last "
+            f"token, 0 .. {L - 1}."
         )
     return bounds
 
@@ -189,7 +189,7 @@ def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
     at = text.text.find(wanted.strip(), begins[0] if begins else 0)
     if at < 0 or not wanted.strip():
         raise TargetError(
-            f"{name} is {wanted!r}, which does not stand in the text; expected a part of "
+            f"{name} is {brief(wanted)}, which does not stand in the text; expected a part of "
             f"{text.text[begins[0] if begins else 0 :].strip()!r}."
         )
     end = at + len(wanted.strip())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError, TargetError
+from captum_ssm.errors import InputError, TargetError, brief
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.answers.whole import WholeAnswer
 from captum_ssm.explanation.make.inputs.media import check_ids
@@ -60,8 +60,8 @@ class TextQuestion:
         against = _continuation(setup.tokenizer, as_continuation(against), "against")
         if setup.answer.is_asked and setup.position is not None:
             raise InputError(
-                f"position is {setup.position!r}, which explains tokens of the text, and span or "
-                "hops explain the continuation together; give one of them."
+                f"position is {brief(setup.position)}, which explains tokens of the text, and span "
+                "or hops explain the continuation together; give one of them."
             )
         question = cls(setup, task, text, target, against)
         if not question.follows_text:
@@ -190,7 +190,7 @@ def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:
     values = target.reshape(-1).tolist() if torch.is_tensor(target) else target
     ids = [as_index(value) for value in values] if isinstance(values, Sequence) else [None]
     if None in ids:
-        raise TypeError(f"target is {target!r}; expected a text, a token id, or several ids.")
+        raise TypeError(f"target is {brief(target)}; expected a text, a token id, or several ids.")
     return ids  # type: ignore[return-value]
 
 
@@ -202,7 +202,7 @@ def _continuation(
     if not isinstance(text, str):
         return read_ids(tokenizer, text, name)
     if tokenizer is None:
-        raise TypeError(f"{name} is {text!r}, and there is no tokenizer; expected token ids.")
+        raise TypeError(f"{name} is {brief(text)}, and there is no tokenizer; expected token ids.")
     continuation = read(tokenizer, text, name, special=False)
     require_known(tokenizer, text, continuation.ids, name, f"{name}= also takes token ids.")
     return continuation

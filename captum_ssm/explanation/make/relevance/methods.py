@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from captum.attr import Attribution
@@ -12,6 +12,7 @@ from torch import nn
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.attr import methods as token_methods
 from captum_ssm.capture import resolve_model, unwrap
+from captum_ssm.errors import brief
 from captum_ssm.explanation.make.relevance.captum_methods import NAMED, CaptumRows, options_of
 from captum_ssm.explanation.make.relevance.rows import RowSource, TokenRows
 from captum_ssm.utils.suggestions import did_you_mean
@@ -39,7 +40,8 @@ def parse_methods(
     Raises:
         ValueError: for an unknown method or option, a method twice, or one of another model.
     """
-    listed = [methods] if isinstance(methods, (str, Attribution, type)) else methods
+    is_one = isinstance(methods, str) or not isinstance(methods, Iterable)
+    listed = [methods] if is_one else methods
     if listed in ([ALL], (ALL,)):
         listed = method_names()
     if not listed:
@@ -81,7 +83,7 @@ def _made(item: Any, model: Any, memory_limit: int | None) -> tuple[Attribution,
     known = method_names()
     hint = did_you_mean(_with_hyphens(str(item)), known)
     raise ValueError(
-        f"methods holds {item!r}; expected one or several of {', '.join(known)}, or one of "
+        f"methods holds {brief(item)}; expected one or several of {', '.join(known)}, or one of "
         f"Captum's methods made with the model.{hint}"
     )
 

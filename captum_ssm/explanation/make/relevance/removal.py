@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from captum_ssm.errors import brief
 from captum_ssm.explanation import Validation
 from captum_ssm.explanation.make.relevance.rows import Question
 from captum_ssm.explanation.make.relevance.run import Run, are_ids
@@ -60,8 +61,8 @@ class Replacement:
         if wanted is None:
             return cls(0, _name(tokenizer, 0))
         raise ValueError(
-            f"the baseline is {wanted!r}, and the tokenizer has no such token; expected a token "
-            f"id, or one of {', '.join(SPECIAL)} that the tokenizer has."
+            f"the baseline is {brief(wanted)}, and the tokenizer has no such token; expected a "
+            f"token id, or one of {', '.join(SPECIAL)} that the tokenizer has."
         )
 
 

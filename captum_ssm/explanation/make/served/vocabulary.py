@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, brief
 from captum_ssm.explanation.make.inputs.reading import CONTEXT
 from captum_ssm.explanation.make.served.records import ServedToken
 from captum_ssm.utils.vocabulary import BYTES
@@ -67,9 +67,9 @@ class Vocabulary:
         ours, theirs = ("".join(spelling.split()) for spelling in (spelled, text))
         if not (ours.startswith(theirs) or theirs.startswith(ours)):
             raise InputError(
-                f"the recorded tokens spell {spelled!r}, and the answer is {text!r}; expected the "
-                "tokens that were drawn. Inspect's hf provider records the likeliest ones, which "
-                "are those with do_sample=False."
+                f"the recorded tokens spell {spelled!r}, and the answer is {brief(text)}; expected "
+                "the tokens that were drawn. Inspect's hf provider records the likeliest ones, "
+                "which are those with do_sample=False."
             )
 
     def _candidates(self, token: ServedToken, k: int) -> list[int]:
