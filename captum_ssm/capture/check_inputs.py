@@ -86,8 +86,7 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
     shape = tuple(inputs.shape)
     if inputs.dim() < 2:
         raise InputError(f"inputs has shape {shape}; {_EXPECTED}: the first axis is the examples.")
-    if inputs.is_complex() or inputs.dtype == torch.bool:
-        raise TypeError(f"inputs has shape {shape} and dtype {inputs.dtype}; {_EXPECTED}.")
+    _check_dtype(inputs)
     if inputs.numel() == 0:
         raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
     if inputs.is_meta:
@@ -109,6 +108,19 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         inputs = inputs.as_subclass(Tensor)
     # Which ids a table was given is told by their memory: each has its own.
     return inputs if inputs.is_floating_point() else _whole_numbers("inputs", inputs).contiguous()
+
+
+def _check_dtype(inputs: Tensor) -> None:
+    shape = tuple(inputs.shape)
+    if inputs.is_complex() or inputs.dtype == torch.bool:
+        raise TypeError(f"inputs has shape {shape} and dtype {inputs.dtype}; {_EXPECTED}.")
+    if inputs.dtype == torch.uint8 and inputs.dim() > 2:
+        raise TypeError(
+            f"inputs has shape {shape} and dtype torch.uint8, as images have in bytes; expected "
+            "floats, as the model reads them: processor(image, return_tensors='pt').pixel_values, "
+            "or inputs.float() where the model itself scales and normalizes bytes. Pass ids as "
+            "inputs.long()."
+        )
 
 
 def _check_weights(model: nn.Module) -> None:

@@ -85,7 +85,10 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "content, or several such lists.",
     )
     inputs.add_argument(
-        "--image", type=Path, metavar="FILE", help="A picture, for a model that reads images."
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="A picture, for a model that reads images without a text.",
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from captum_ssm.discovery.measure import FrozenRecurrence, freeze_measured
 from captum_ssm.discovery.measure.cut_run import token_argument
 from captum_ssm.discovery.measure.rerun import NotMeasured
+from captum_ssm.discovery.mixing import note_unseen
 from captum_ssm.discovery.other_calls import OtherCalls, why_scripted
 from captum_ssm.discovery.scans import (
     FunctionCall,
@@ -236,6 +237,8 @@ def discover(
     }
     inside = _parts_of(alike)
     adapters = measured | alike
+    if not adapters:
+        note_unseen(calls.firsts.values())
     return {module: freeze for module, freeze in adapters.items() if module not in inside}
 
 

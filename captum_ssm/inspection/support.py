@@ -18,12 +18,12 @@ from captum_ssm.capture.check import Deviation, Rebuilt
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.target import balance
 from captum_ssm.capture.tolerances import tolerances_of
+from captum_ssm.discovery.mixing import tokens_act
 from captum_ssm.discovery.search import shared
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.inspection.support_report import MixerSupport, Support
-from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers import FrozenMixer, find_adapter, find_mixers
 from captum_ssm.mixers.registry import how_known
-from captum_ssm.utils.offload import moved
 from captum_ssm.utils.progress import progress
 from captum_ssm.utils.quiet import quiet
 
@@ -77,13 +77,14 @@ def supported(
         for name, method in progress(methods().items(), "methods")
     }
     mixing = _mixing(frozen)
+    rest = list(outside(request.module))  # without the mixers that the run has measured
     return Support(
         [support_of(frozen, layer) for layer in frozen.layers],
         between(frozen),
         tried,
         1.0 if frozen.query is None else float(balance(frozen.query, frozen.wiring).mean()),
-        kinds_of(others),
-        kinds_of(module for module in others if module in mixing),
+        kinds_of(rest),
+        kinds_of(module for module in rest if module in mixing),
         target,
     )
 
@@ -139,23 +140,7 @@ def _mixing(frozen: FrozenModel) -> set[nn.Module]:
     # The recorded modules in which tokens act on one another, where the wiring says that some do.
     if not frozen.wiring.neighbor_share and not frozen.wiring.is_mixed:
         return set()
-    return {call.module for call in frozen.others if _mixes(call, frozen.shape[1])}
-
-
-def _mixes(call: MixerCall, tokens: int) -> bool:
-    # Whether another first token changes what a module returns at a later one.
-    first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
-    if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
-        return False
-    weights = (p.device for p in call.module.parameters() if not p.is_meta)
-    device = call.output.device
-    call = moved(call, device, next(weights, device))
-    args = list(call.args)
-    args[first] = args[first].clone()
-    args[first][:, 0] = call.args[first][:, -1]
-    with torch.no_grad():
-        changed, output = replace(call, args=tuple(args)).run().output, call.run().output
-    return changed.shape[1:2] == (tokens,) and not torch.equal(changed[:, 1:], output[:, 1:])
+    return {call.module for call in frozen.others if tokens_act(call)}
 
 
 def likeliest(request: Request, output: Any) -> Any:

@@ -471,9 +471,33 @@ class Layer(Loop):
         return self.leave(self.layer(self.enter(x))[0])
 
 
+class Chunks(Loop):
+    """Two tokens a step."""
+
+    def forward(self, x):
+        u, h, out = self.enter(x), torch.zeros_like(x[:, :1]), []
+        for t in range(0, u.shape[1], 2):
+            out.append(h + u[:, t : t + 2].cumsum(1))
+            h = 0.5 * out[-1][:, -1:]
+        return self.leave(torch.cat(out, 1))
+
+
+class Inverted(Loop):
+    """A loop whose results are put together from the end."""
+
+    def forward(self, x):
+        u, h, out = self.enter(x), torch.zeros_like(x[:, 0]), None
+        for t in range(u.shape[1]):
+            h = 0.5 * h + u[:, t]
+            out = h[:, None] if out is None else torch.cat([h[:, None], out], 1)
+        return self.leave(out.flip(1))
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
+        (Chunks, r"layers.0 \(Chunks\) lets tokens act on one another, .* each step is one token"),
+        (Inverted, r"layers.0 \(Inverted\) lets tokens act on one another, .* in order, or"),
         (GRU, r"layers.0 \(GRU\) .*a loop in .*gathered is not a scan: .*not linear \(.*tanh"),
         (
             Mixing,
@@ -487,3 +511,10 @@ class Layer(Loop):
 def test_what_is_no_scan_is_refused_by_name(kind, why):
     with pytest.raises(UnsupportedModelError, match=why):
         MambaRollout(Model(kind()).eval()).attribute(tokens(), target=1)
+
+
+def test_measured_mixers_are_not_told_among_other_layers():
+    found = supported(Model(Griffin()).eval(), tokens())
+    assert {mixer.kind for mixer in found.mixers} == {"Griffin"}
+    assert "Griffin" not in found.outside
+    assert found.outside["Linear"] == 1

@@ -1,6 +1,7 @@
 """Errors name modules by their paths, and print no module's or array's whole repr."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,9 +9,18 @@ import torch
 from models import ids, tiny
 from torch import nn
 
-from captum_ssm import LaTIM, MambaLRP, RawAttention, estimate, explain, hidden_attention
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    RawAttention,
+    estimate,
+    explain,
+    hidden_attention,
+    supported,
+)
 from captum_ssm.errors import brief
 from captum_ssm.interventions import circuit, knockout
+from captum_ssm.models import VisionMamba
 
 TOKENS = ids(1, 7)
 MANY = torch.arange(5000.0)
@@ -111,3 +121,14 @@ def test_a_method_with_arguments_of_its_own():
         TypeError, match=r"Seeded has no option .layer.; .*Did you mean .layers.[?]"
     ):
         Seeded(model, layer=3)
+
+
+def test_bytes_of_images_are_refused_in_words():
+    model = VisionMamba(image_size=16, patch_size=8, classes=3, width=16, depth=1).eval()
+    image = torch.randint(256, (1, 3, 16, 16), dtype=torch.uint8)
+    for call in (MambaLRP(model).attribute, partial(supported, model)):
+        with pytest.raises(TypeError, match=r"as images have in bytes; .*pixel_values, .*float"):
+            call(image, target=1)
+    scaled = MambaLRP(lambda x: model(x / 255), model)
+    bytes_as_floats = scaled.attribute(image.float(), target=1)
+    torch.testing.assert_close(bytes_as_floats, MambaLRP(model).attribute(image / 255, target=1))

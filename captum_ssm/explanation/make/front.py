@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, Literal
 
 from captum_ssm.explanation import Explanation
+from captum_ssm.explanation.make.inputs.media import GIVEN
 from captum_ssm.explanation.make.inputs.parse_inputs import unpacked
 from captum_ssm.explanation.make.many import Explainer
 from captum_ssm.explanation.make.parse import OPTIONS
@@ -16,6 +17,7 @@ from captum_ssm.utils.suggestions import closest
 
 # Options by the names that people try.
 ELSEWHERE = {"text": "inputs=", "max_tokens": "max_new_tokens=", "method": "methods="}
+ELSEWHERE |= {name: f"inputs={{'text': ..., {name!r}: ...}}" for name in GIVEN}
 
 
 def _suggesting(function: Any) -> Any:

@@ -171,16 +171,13 @@ def _flat(images: Any) -> Iterator[Any]:
         yield images
 
 
-def placeholders(model: nn.Module) -> dict[int, str]:
-    """What stands in the place of which id, by the model's configuration."""
-    config = getattr(model, "config", None)
+def placeholders(model: nn.Module, processor: Any = None) -> dict[int, str]:
+    """What stands in the place of which id, by the model's configuration, else its processor."""
+    owners = (getattr(model, "config", None), processor)
     kinds: dict[int, str] = {}
     for kind, names in SIGNS.items():
-        ids = [
-            token_id
-            for token_id in (getattr(config, name, None) for name in names)
-            if token_id is not None
-        ]
+        known = (getattr(owner, name, None) for owner in owners for name in names)
+        ids = [token_id for token_id in known if token_id is not None]
         kinds |= {int(token_id): kind for token_id in ids[:1]}
     return kinds
 

@@ -149,7 +149,7 @@ def read_texts(
         with numbered(k, len(texts)):
             if isinstance(text, Ids) and text.media is not None:
                 check_ids(torch.tensor([text.ids]), model, text.media)
-                whole = read_ids(tokenizer, text.ids, "the text", placeholders(model))
+                whole = read_ids(tokenizer, text.ids, "the text", placeholders(model, processor))
                 readings.append(pictured(whole, text.media, model, processor))
                 continue
             readings.append(_read(tokenizer, text))

@@ -8,6 +8,7 @@ number of tokens falls with it, so one number of merged patches fits, or none do
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -55,12 +56,20 @@ class PatchGrid:
 
 def pictured(text: TokenizedText, media: Media, model: nn.Module, processor: Any) -> TokenizedText:
     """A text with its media, whose pictures say which of its tokens they are."""
-    kinds = placeholders(model)
+    kinds = placeholders(model, processor)
     pictures: list[Picture] = []
     for sign, kind in kinds.items():
         positions = [k for k, token_id in enumerate(text.ids) if token_id == sign]
         if positions:
             pictures += _of_kind(kind, positions, text, media, model, processor)
+    if not pictures:
+        warnings.warn(
+            f"the model reads {', '.join(media.arguments)} with a text of which no token is known "
+            "as an image's or a sound's, so the page shows no image; expected the id of their "
+            "placeholder as image_token_id (audio_token_id) of the model's config or processor.",
+            UserWarning,
+            stacklevel=2,
+        )
     pictures.sort(key=lambda picture: picture.tokens[0])
     end = 1 + max((max(picture.tokens) for picture in pictures), default=len(text.ids) - 1)
     return replace(text, media=replace(media, pictures=tuple(pictures), end=end))

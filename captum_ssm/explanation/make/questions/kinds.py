@@ -107,7 +107,8 @@ def _told_by(first: Observed, run: Run, ids: Tensor, tokenizer: Any, labels: Any
         f"the model returns an output of shape {shape} for ids of shape {tuple(ids.shape)}; "
         "expected logits (B, L, V) or (B, L, labels), one row per token, or (B, classes). Other "
         "outputs are explained by the methods' own attribute, with a target that selects one "
-        "number: MambaLRP(model).attribute(ids, target=...)."
+        "number: MambaLRP(model).attribute(ids, target=...). Of a model that puts several tokens "
+        "in the place of an image's one, pass ids with a placeholder for each, if it takes them."
     )
 
 
