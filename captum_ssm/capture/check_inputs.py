@@ -71,9 +71,7 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         TypeError: for anything except a dense tensor, or a wrong dtype.
     """
     if not isinstance(inputs, Tensor):
-        is_text = isinstance(inputs, (str, list))
-        advice = " Pass tokenizer(text, return_tensors='pt')." if is_text else ""
-        raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.{advice}")
+        raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.{_advice(inputs)}")
     if inputs.layout != torch.strided or inputs.is_nested:
         kind = "a nested tensor" if inputs.is_nested else f"a tensor of layout {inputs.layout}"
         advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
@@ -85,7 +83,10 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         )
     shape = tuple(inputs.shape)
     if inputs.dim() < 2:
-        raise InputError(f"inputs has shape {shape}; {_EXPECTED}: the first axis is the examples.")
+        raise InputError(
+            f"inputs has shape {shape}; {_EXPECTED}: the first axis is the examples, "
+            "as in inputs[None] of one."
+        )
     _check_dtype(inputs)
     if inputs.numel() == 0:
         raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
@@ -108,6 +109,14 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         inputs = inputs.as_subclass(Tensor)
     # Which ids a table was given is told by their memory: each has its own.
     return inputs if inputs.is_floating_point() else _whole_numbers("inputs", inputs).contiguous()
+
+
+def _advice(inputs: Any) -> str:
+    if isinstance(inputs, list) and any(torch.is_tensor(item) for item in inputs):
+        return " Several inputs go into a tuple."
+    if isinstance(inputs, np.ndarray):
+        return " Pass torch.from_numpy(inputs)."
+    return " Pass tokenizer(text, return_tensors='pt')." if isinstance(inputs, (str, list)) else ""
 
 
 def _check_dtype(inputs: Tensor) -> None:
@@ -162,7 +171,8 @@ def _check_language(inputs: Tensor) -> None:
         kind = "ids" if inputs.dim() == 2 else "embeddings or images"
         raise TypeError(
             f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
-            f"{_OF_LANGUAGE}. Captum's NoiseTunnel adds noise to its inputs, so give it embeddings."
+            f"{_OF_LANGUAGE}. Captum's NoiseTunnel adds noise to its inputs, so give it "
+            "embeddings: model.get_input_embeddings()(ids)."
         )
 
 

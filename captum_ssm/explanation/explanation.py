@@ -60,8 +60,7 @@ class Explanation(ExplanationData):
 
     def __str__(self) -> str:
         """A summary for a terminal: the tokens with the most relevance, of what comes first."""
-        methods = [method.name for method in self.methods]
-        return "\n".join([repr(self), *in_few_lines(self.examples, methods)])
+        return "\n".join([repr(self), *in_few_lines(self.examples, self.methods)])
 
     def _replayed(self) -> str:
         # How far the model is from the served one that wrote the answers.
@@ -108,6 +107,8 @@ class Explanation(ExplanationData):
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Explanation:
+        if not isinstance(index, slice) and not -len(self) <= index < len(self):
+            raise IndexError(f"the index is {index}; expected an example, 0 .. {len(self) - 1}.")
         chosen = self.examples[index]
         return replace(self, examples=chosen if isinstance(chosen, tuple) else (chosen,))
 

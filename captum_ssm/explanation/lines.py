@@ -9,7 +9,16 @@ from textwrap import shorten
 
 import numpy as np
 
-from captum_ssm.explanation.parts import END, LABEL, PART, START, Answer, Example, Output
+from captum_ssm.explanation.parts import (
+    END,
+    LABEL,
+    PART,
+    START,
+    Answer,
+    Example,
+    Method,
+    Output,
+)
 from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.units import bounds_of, read_apart, spans_of, summed, texts_of
 
@@ -51,10 +60,15 @@ def _heading(example: Example, output: Output, against: Answer | None) -> str:
         return f"{about}{visible(chosen.text)!r}, not {visible(against.text)!r}"
     if chosen.probability is None:
         return f"{about}{visible(chosen.text)!r}, value {chosen.logit:.4g}"
-    likely = f"probability {chosen.probability:.4f}"
+    likely = f"probability {told_probability(chosen.probability)}"
     if output.role == PART:
         return f"{visible(chosen.text)!r}, {likely}; explained together"
     return f"{about}{visible(chosen.text)!r}, {likely}; the model predicts {visible(best.text)!r}"
+
+
+def told_probability(value: float) -> str:
+    """A probability with four decimals, or one too small for these in powers of ten."""
+    return f"{value:.4f}" if value >= 5e-5 or value == 0 else f"{value:.0e}"
 
 
 def visible(text: str) -> str:
@@ -142,11 +156,11 @@ def _places(row: np.ndarray, example: Example) -> tuple[np.ndarray, list[str], s
 
 
 def in_few_lines(
-    examples: Sequence[Example], methods: Sequence[str], most: int = 3, top: int = 5
+    examples: Sequence[Example], methods: Sequence[Method], most: int = 3, top: int = 5
 ) -> Iterator[str]:
     """The first rows of an explanation, each with its parts of the most relevance."""
     rows = [
-        (example, method, output)
+        (example, method.name, output)
         for example in examples
         for output in example.outputs
         for method in methods

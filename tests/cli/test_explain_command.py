@@ -369,7 +369,7 @@ def test_a_classifier_by_its_labels(capsys):
         explain(*given, "--labels", "bad", "so", "fine", "--target", "fine", model="reviews-jamba")
         == 0
     )
-    assert "'fine', probability 0.0" in capsys.readouterr().out
+    assert "'fine', probability 1e-06;" in capsys.readouterr().out
     for wrong, message in (
         (["--target", "postive"], "--target is 'postive'; expected a class 0 .. 2, or its name"),
         (["--target", "7"], "--target is 7; expected a class 0 .. 2, or its name"),

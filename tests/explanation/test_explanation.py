@@ -242,7 +242,7 @@ def test_examples_by_number(found):
     assert found[-1:].examples == (found.examples[1],)
     assert [len(one) for one in found] == [1, 1]
     assert (found[1].relevance() == found.relevance(example=1)).all()
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=r"expected an example, 0 \.\. "):
         found[2]
 
 

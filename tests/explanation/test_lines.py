@@ -1,12 +1,14 @@
 """What print(explanation) shows: few lines, with the parts that have the most relevance."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pages
 import pytest
 
 from captum_ssm import explain
+from captum_ssm.explanation.lines import told_probability
 
 ALL = {
     "texts": pages.many,
@@ -60,6 +62,18 @@ def test_a_contrast_is_printed_in_place_of_the_answer_by_itself(model, words):
     both = explain(model, words, [f"w3 w{k} w5" for k in range(4, 9)], target="w6")
     assert "w3 w4 w5 w6" in str(both)
     assert str(both).endswith("2 more: explanation[i].relevance(method, output), or to_html(path)")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(0.99996, "1.0000"), (0.5, "0.5000"), (3e-6, "3e-06"), (0.0, "0.0000")]
+)
+def test_a_small_probability_is_not_told_as_zero(value, says):
+    assert told_probability(value) == says
+    example = pages.classes()
+    answers = tuple(replace(one, probability=value) for one in example.outputs[0].answers)
+    output = replace(example.outputs[0], answers=answers, contrasts=())
+    changed = replace(example, outputs=(output,))
+    assert f", probability {says}; " in str(pages.explanation(changed))
 
 
 @pytest.mark.parametrize("name", ["picture", "film"])

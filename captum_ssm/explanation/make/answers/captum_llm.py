@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from captum.attr import (
+    Attribution,
     InterpretableInput,
     LLMAttributionResult,
     LLMGradientAttribution,
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.capture import is_model, unwrap
+from captum_ssm.errors import brief
 from captum_ssm.explanation.make.answers.continuation import Continued, check_attr_target
 from captum_ssm.explanation.make.answers.trace import trace
 from captum_ssm.utils.vocabulary import require_known, unknown_in_prompt
@@ -60,6 +62,11 @@ class SSMLLMAttribution(LLMGradientAttribution):
 
     def __init__(self, attr_method: Any, tokenizer: Any, attr_target: str = "logit") -> None:
         check_attr_target(attr_target)
+        if not isinstance(attr_method, Attribution):
+            raise TypeError(
+                f"attr_method is {brief(attr_method)}; expected a method made with the language "
+                "model, such as MambaLRP(model)."
+            )
         needed = ("encode", "decode", "convert_ids_to_tokens")
         missing = [name for name in needed if not callable(getattr(tokenizer, name, None))]
         if missing:
