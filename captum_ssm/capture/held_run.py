@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from captum_ssm.capture.model import extract_logits, input_embeddings
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.thrown_away import on_thrown_away
 from captum_ssm.mixers import MixerCall, find_mixers
-from captum_ssm.mixers.registry import channels_of
-from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
+from captum_ssm.mixers.registry import layout_of
+from captum_ssm.utils.nested import map_tensors, tensors_in, with_first
 from captum_ssm.utils.offload import reloaded_in_backward
 from captum_ssm.utils.random_state import random_state_kept
 from captum_ssm.utils.watch_modules import watch_modules
@@ -109,13 +109,14 @@ class HeldRun:
         path = self._paths.get(module)
         if path is None:  # a copy that the model itself makes in its run
             return None
-        call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
+        call = MixerCall.of(path, module, args, kwargs, result, **layout_of(module))
         self._end(f"what {path} is given", call.given_tokens().clone())
         if self._is_first:
             # A result with its graph would keep the mixer's weights and activations.
             detached = map_tensors(torch.Tensor.detach, result)
             self.results[path].append(detached)
-        return with_first(result, self._start(first_of(result)))
+        call = replace(call, result=with_first(call.result, self._start(call.output)))
+        return call.own[2]
 
     def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
         looked_up, rows = next(tensors_in((args, kwargs))), rows_of(module, self._table)

@@ -13,7 +13,7 @@ from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.call import without_caches
 from captum_ssm.mixers.memory import state_reader
-from captum_ssm.mixers.registry import channels_of, past_before, remember
+from captum_ssm.mixers.registry import layout_of, past_before, remember
 from captum_ssm.utils.copies import original
 
 
@@ -71,9 +71,7 @@ class StateModule(nn.Module):
             )
         with torch.no_grad():
             result = mixer.forward(*call.args, **without_caches(call.kwargs))
-        mixer_call = MixerCall.of(
-            path, mixer, call.args, call.kwargs, result, channels=channels_of(mixer)
-        )
+        mixer_call = MixerCall.of(path, mixer, call.args, call.kwargs, result, **layout_of(mixer))
         if past_before(mixer_call) is not None:
             raise UnsupportedModelError(
                 f"{path} is called with a cache that is not empty; expected the whole text, for a "

@@ -23,7 +23,7 @@ from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.graph.points import edge_of
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.past import Past
-from captum_ssm.mixers.registry import channels_of, past_before
+from captum_ssm.mixers.registry import channels_of, layout_of, past_before
 from captum_ssm.utils.clones import version_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
@@ -59,6 +59,7 @@ class Visits:
         self.filled = FilledTokens()
         self.operations = Operations()
         self.pasts: dict[nn.Module, Past | None] = {}  # of mixers that are running
+        self.given: dict[nn.Module, Any] = {}  # and what the model gave them
         self.versions: list[tuple[Tensor, int]] = []  # of what other modules are given and return
         self.tables: list[tuple[nn.Module, Tensor]] = []  # by call, and what they were given
         # Some mixer has its channels first, so other modules may have them first too.
@@ -102,6 +103,7 @@ class Visits:
             _check_ordinary(call)
             _check_device(module, call.path, "is given", tokens)
             self.pasts[module] = past_before(call)  # before the mixer writes into its cache
+            self.given[module] = inputs
             if self.cuts is None:
                 return inputs
             entered = self.cuts.enter(tokens)
@@ -143,11 +145,13 @@ class Visits:
                 tensors = tensors_in((visit.args, visit.kwargs, visit.result))
                 self.versions += [(x, version_of(x)) for x in tensors]
                 value = map_tensors(Tensor.clone, value) if copies_are_kept() else value
+            call = self._call(module, self.given.pop(module, inputs), None)
             return visit, replace(call, result=value).own[2]
 
     def abandon(self, module: nn.Module) -> None:
         """Forget a call that was entered, and ended in an exception."""
         self.pasts.pop(module, None)
+        self.given.pop(module, None)
         if self.cuts is not None and module in self.mixers:
             self.cuts.abandon()
 
@@ -178,12 +182,12 @@ class Visits:
                 _check_embedded(self.embedded, ids, self.cuts.embedded.get(k), is_alone)
 
     def _call(self, module: nn.Module, inputs: Any, value: Any) -> MixerCall:
-        channels = channels_of(module)
+        layout = layout_of(module) if module in self.mixers else {}
         if self.channels_first and module not in self.mixers and _has_channels_first(module, value):
-            channels = 1
+            layout = {"channels": 1}
         args, kwargs = inputs
         path = self.mixers.get(module, "")
-        return MixerCall.of(path, original(module), args, kwargs, value, channels=channels)
+        return MixerCall.of(path, original(module), args, kwargs, value, **layout)
 
     def _recorded(self, call: MixerCall, is_mixer: bool) -> tuple[MixerCall | None, Any]:
         substitute, value = self.substitute, call.result

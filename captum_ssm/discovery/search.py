@@ -7,7 +7,7 @@ fused, it is a module that computes what one of the library's own adapters says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from captum_ssm.discovery.measure import FrozenRecurrence, freeze_measured
-from captum_ssm.discovery.measure.cut_run import token_argument
-from captum_ssm.discovery.measure.rerun import NotMeasured
+from captum_ssm.discovery.measure.cut_run import run_cut, token_argument
+from captum_ssm.discovery.measure.rerun import NotMeasured, Rerun
 from captum_ssm.discovery.mixing import note_unseen
 from captum_ssm.discovery.other_calls import OtherCalls, why_scripted
 from captum_ssm.discovery.scans import (
@@ -38,6 +38,7 @@ from captum_ssm.discovery.scans import (
     token_sum,
 )
 from captum_ssm.discovery.visited import (
+    LAYOUTS,
     ModuleVisit,
     given_first,
     has_parts,
@@ -46,8 +47,9 @@ from captum_ssm.discovery.visited import (
     takes_tokens,
 )
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.mixers.call import TOKENS_FIRST, MixerCall
+from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.layout import TOKENS_FIRST
 from captum_ssm.mixers.registry import Adapter, channels_of, find_adapter, known_of, own_adapters
 from captum_ssm.utils.blocks import bound, contextmanager
 from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
@@ -61,12 +63,14 @@ class MeasuredAdapter:
     Args:
         functions (frozenset of Callable): the scan functions that the module called.
         channels (int, optional): the axis of the channels in its tokens. Default: -1
+        adds_input (bool, optional): whether it returns its tokens, too, added up. Default: False
         is_partly (bool, optional): whether only its scans and their orders could be measured.
             Default: False
     """
 
     functions: frozenset[Callable[..., Any]]
     channels: int = -1
+    adds_input: bool = False
     is_partly: bool = False
     known: ClassVar[str] = "measured"
 
@@ -223,7 +227,9 @@ def discover(
         if module not in inside:
             called = (around[part][1] for part in module.modules() if part in around)
             functions = trials.also.union(*called)
-            measured[module] = MeasuredAdapter(functions, trial.channels, not trial.is_whole)
+            measured[module] = MeasuredAdapter(
+                functions, **trial.layout, is_partly=not trial.is_whole
+            )
             whole.update(module.modules() if trial.is_whole else ())
     like = {
         kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)
@@ -345,9 +351,8 @@ class _Trials:
         if look not in self.known:
             best, output = _Trial(), first_tensor(visit.result)
             is_last = output is not None and output.shape in self.shapes
-            # Channels first, as convolutions take them, or tokens first, where that explains more.
-            for channels in (-1,) if is_last else (-1, 1, TOKENS_FIRST):
-                trial = self._tried(visit.call(channels), partly=partly)
+            for layout in LAYOUTS[::3] if is_last else LAYOUTS:
+                trial = self._tried(visit, layout, partly=partly)
                 if trial.is_whole or not best.is_partly:
                     best = trial
                 if best.is_whole or trial.is_none:
@@ -355,7 +360,10 @@ class _Trials:
             self.known[look] = best
         return self.known[look]
 
-    def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
+    def _tried(self, visit: ModuleVisit, layout: dict[str, Any], *, partly: bool) -> _Trial:
+        if layout == LAYOUTS[3] and not self._may_add_input(visit.call()):
+            return _Trial(is_none=True)
+        call = visit.call(**layout)
         if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not takes_tokens(call):
             return _Trial()
         if call.channels == TOKENS_FIRST and token_argument(call).dim() != 3:
@@ -372,14 +380,17 @@ class _Trials:
             self.used.update(f for f in used if not (is_product(f) or is_sum(f)))
         is_part = isinstance(frozen, FrozenRecurrence)
         weak = frozenset(f for f in used if is_product(f) or is_loop(f) or is_sum(f))
-        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, weak=weak)
+        return _Trial(layout, is_whole=not is_part, is_partly=is_part, weak=weak)
+
+    def _may_add_input(self, call: MixerCall) -> bool:
+        return takes_tokens(call) and Rerun(call, run_cut(call, self.functions)).may_add_input
 
 
 @dataclass(frozen=True)
 class _Trial:
     # How a module is measured: as a whole, or partly (its scans and their orders); which of its
     # loops and products with a matrix are scans; and why it is not measured.
-    channels: int = -1
+    layout: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
     is_partly: bool = False
     is_none: bool = False  # whichever axis holds the channels

@@ -11,8 +11,17 @@ from captum_ssm.discovery.measure.cut_run import token_argument
 from captum_ssm.discovery.scans import first_tensor
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import MixerCall
+from captum_ssm.mixers.layout import TOKENS_FIRST
 from captum_ssm.utils.clones import address
 from captum_ssm.utils.nested import tensors_in
+
+# How modules may take and return their tokens: channels last, or first, as convolutions take them,
+# or tokens first; then these axes with a residual stream inside.
+LAYOUTS = [
+    {"channels": axis, "adds_input": adds}
+    for adds in (False, True)
+    for axis in (-1, 1, TOKENS_FIRST)
+]
 
 
 @dataclass
@@ -26,11 +35,9 @@ class ModuleVisit:
     result: Any = None
     convolutions: int = 0
 
-    def call(self, channels: int = -1) -> MixerCall:
-        """The call, with its channels on an axis."""
-        return MixerCall.of(
-            self.path, self.module, self.args, self.kwargs, self.result, channels=channels
-        )
+    def call(self, **layout: Any) -> MixerCall:
+        """The call, with the options of :meth:`MixerCall.of`."""
+        return MixerCall.of(self.path, self.module, self.args, self.kwargs, self.result, **layout)
 
 
 def has_parts(module: nn.Module) -> bool:

@@ -35,8 +35,8 @@ from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
 from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.registry import (
-    channels_of,
     known_of,
+    layout_of,
     learn_projection,
     past_before,
     projection_of,
@@ -177,7 +177,7 @@ class _Edits:
     def run(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns, edited."""
         module = forward.module
-        path, channels = self.paths[original(module)], channels_of(module)
+        path, layout = self.paths[original(module)], layout_of(module)
         if IS_RECORDED.get():
             raise UnsupportedModelError(
                 f"{path} is edited by an intervention, and a method of frozen mixers was called "
@@ -189,7 +189,7 @@ class _Edits:
                 f"{path} is called under torch.vmap, which hides an axis of its tokens; expected "
                 "the block to call the model on a batch of examples."
             )
-        call = MixerCall.of(path, module, args, kwargs, None, channels=channels)
+        call = MixerCall.of(path, module, args, kwargs, None, **layout)
         call = replace(call, linears=LinearCalls())
         _check_not_begun(call)  # before the mixer writes into its cache
         self.running, self.last = call, None
@@ -198,7 +198,7 @@ class _Edits:
         finally:
             self.running = None
         self.reached.add(path)
-        returned = MixerCall.of(path, module, args, kwargs, result, channels=channels)
+        returned = MixerCall.of(path, module, args, kwargs, result, **layout)
         call = replace(returned, linears=call.linears)
         last, self.last = self.last, None
         if last is None:

@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers.layout import tokens_moved
 from captum_ssm.mixers.linear_layers import is_plain, width_of
 from captum_ssm.mixers.past import Past, by_channel
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import address, is_same
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.lazy import cached_property
-from captum_ssm.utils.nested import first_of, map_tensors, tensors_in
+from captum_ssm.utils.nested import first_of, with_first
 from captum_ssm.utils.offload import weights_loaded
 from captum_ssm.utils.signatures import signature
 from captum_ssm.utils.watch_modules import watch_modules
 
 # What a module raises, or an adapter or a variant of one, that a call does not fit.
 MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
-# In place of the channels' axis, of tokens (L, B, E).
-TOKENS_FIRST = 2
 
 
 class ScanResults(Protocol):
@@ -51,14 +50,15 @@ class MixerCall:
         result (Any): what its forward returned.
         gradient (Tensor, optional): gradient of the target with respect to ``output``,
             ``(B, L, E)``. Default: None
-        order (int, optional): its position among the recorded calls of one forward pass.
-            Default: 0
+        order (int, optional): its position among the calls of a forward pass. Default: 0
         linears (LinearCalls, optional): what its linear layers computed in the call, which is
             then not computed again. Default: None
         scans (ScanResults, optional): what its scan functions returned in the call. Default: None
         channels (int, optional): the axis of the channels in the tokens that the module takes and
             returns; ``TOKENS_FIRST`` for ``(L, B, E)``. In ``args``, ``kwargs`` and ``result`` they
             are ``(B, L, E)``. Default: -1
+        adds_input (bool, optional): whether the module adds its tokens to ``result``. Default:
+            False
         past (Past, optional): what the mixer has kept of earlier tokens; None where its tokens are
             the first. Default: None
 
@@ -81,6 +81,7 @@ class MixerCall:
     linears: LinearCalls | None = None
     scans: ScanResults | None = None
     channels: int = -1
+    adds_input: bool = False
     past: Past | None = None
 
     @classmethod
@@ -93,23 +94,33 @@ class MixerCall:
         result: Any,
         *,
         channels: int = -1,
+        adds_input: bool = False,
     ) -> MixerCall:
-        """A call of a module whose tokens have their channels on the axis ``channels``."""
-        args, kwargs = _tokens_moved((args, kwargs), channels, -1)
-        result = _tokens_moved(result, channels, -1)
-        return cls(path, module, args, kwargs, result, channels=channels)
+        """A call of a module, of what it takes and returns; the options are those of a call."""
+        args, kwargs = tokens_moved((args, kwargs), channels, -1)
+        call = cls(path, module, args, kwargs, None, channels=channels, adds_input=adds_input)
+        return call if result is None else call._returning(result)
 
     @property
     def own(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """``args``, ``kwargs`` and ``result`` as the module takes and returns them."""
-        args, kwargs = _tokens_moved((self.args, self.kwargs), -1, self.channels)
-        return args, kwargs, _tokens_moved(self.result, -1, self.channels)
+        args, kwargs = tokens_moved((self.args, self.kwargs), -1, self.channels)
+        if (result := self.result) is not None and self.adds_input:
+            result = with_first(result, self.output + self.given_tokens())
+        return args, kwargs, tokens_moved(result, -1, self.channels)
 
     def run(self, module: nn.Module | None = None) -> MixerCall:
         """This call with what the module, or another one, returns for ``args`` and ``kwargs``."""
         args, kwargs, _ = self.own
         result = (self.module if module is None else module)(*args, **kwargs)
-        return replace(self, result=_tokens_moved(result, self.channels, -1))
+        return self._returning(result)
+
+    def _returning(self, result: Any) -> MixerCall:
+        # This call with what the module returned.
+        result = tokens_moved(result, self.channels, -1)
+        if self.adds_input:
+            result = with_first(result, first_of(result) - self.given_tokens())
+        return replace(self, result=result)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -337,17 +348,6 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         (weight,) = ctx.saved_tensors
         return None if gradient is None else gradient @ weight, None, None
-
-
-def _tokens_moved(values: Any, source: int, destination: int) -> Any:
-    # Nested values with an axis of the tokens among them, the first of three axes, moved.
-    is_tokens = (x for x in tensors_in(values) if x.dim() >= 3 and x.is_floating_point())
-    tokens = None if source == destination else next(is_tokens, None)
-    if tokens is None:
-        return values
-    is_first = TOKENS_FIRST in (source, destination)
-    moved = tokens.transpose(0, 1) if is_first else tokens.movedim(source, destination)
-    return map_tensors(lambda x: moved if x is tokens else x, values)
 
 
 def bound_arguments(

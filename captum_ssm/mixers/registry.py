@@ -119,6 +119,12 @@ def channels_of(module: nn.Module) -> int:
     return getattr(find_adapter(module), "channels", -1)
 
 
+def layout_of(module: nn.Module) -> dict[str, Any]:
+    """The options of :meth:`MixerCall.of` that say how a mixer takes and returns its tokens."""
+    adds_input = getattr(find_adapter(module), "adds_input", False)
+    return {"channels": channels_of(module), "adds_input": adds_input}
+
+
 def projection_of(module: nn.Module) -> Any:
     """The linear layer of a mixer that was seen to return its result, if one was."""
     name = _KNOWN.get(original(module), _NOTHING).projection

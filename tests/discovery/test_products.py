@@ -18,6 +18,7 @@ from captum_ssm import (
     supported,
 )
 from captum_ssm.discovery.measure import freeze_measured
+from captum_ssm.discovery.measure.cut_run import run_cut
 from captum_ssm.discovery.scans.forms.products import name_of
 from captum_ssm.operators import PermutedOperator
 
@@ -320,3 +321,23 @@ def test_relevance_is_the_gradient_times_the_input_with_the_matrix_held_constant
         for layer, kind in zip(model.layers, kinds, strict=True):
             layer.kind = kind
         torch.testing.assert_close(found, (gradient * x).detach(), atol=1e-6, rtol=1e-4)
+
+
+class Rated(wild.Mixer):
+    """Its values have a gate that a plain matrix makes of their channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 8))
+
+    def scanned(self, v):
+        return super().scanned(v * torch.sigmoid(v @ self.matrix))
+
+
+def test_a_product_that_was_taken_for_one_of_tokens_is_left_out_for_good():
+    call = recorded(Rated().eval(), wild.tokens())
+    run = run_cut(call)
+    assert len(run.without) == 1
+    again = run_cut(call, {wild.scan, *run.without})  # as where another input made it look like one
+    assert again.without == run.without
+    assert [cut.function for cut in again.scans] == [wild.scan]

@@ -469,9 +469,9 @@ class LateSSD(SSDBlock):
 
 
 # Other orders, gates and steps than the adapters know.
-VARIANTS = (ByTanh, Reversed, AttendsInside, StepOffset, StepBiasThrice)
+VARIANTS = (Residual, ByTanh, Reversed, AttendsInside, StepOffset, StepBiasThrice)
 # What is not a scan between projections, for each token.
-LOOK_ALIKES = (Residual, ReversedBeyond, Shifted, SkipsItsInput, Noisy, Attends)
+LOOK_ALIKES = (ReversedBeyond, Shifted, SkipsItsInput, Noisy, Attends)
 
 
 class FusedAlike(Fused):

@@ -26,6 +26,7 @@ from captum_ssm.discovery.measure.recurrence import find_recurrence, is_silent
 from captum_ssm.discovery.measure.rerun import NotMeasured, Rerun
 from captum_ssm.discovery.measure.side_by_side import side_by_side, whole_sets
 from captum_ssm.discovery.measure.token_shift import share_of_neighbors
+from captum_ssm.discovery.scans import is_product
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import dependencies
@@ -43,6 +44,7 @@ def freeze_measured(
     *,
     partly: bool = True,
     used: set[Callable[..., Any]] | None = None,
+    without: frozenset[Callable[..., Any]] = frozenset(),
 ) -> FrozenMixer:
     """The mixer of a recorded call of any module that holds scans.
 
@@ -52,6 +54,8 @@ def freeze_measured(
             of the process, and so are others where none of these is called. Default: None
         partly (bool, optional): whether the scans and their orders will do. Default: True
         used (set of Callable, optional): those whose calls are scans are added. Default: None
+        without (frozenset of Callable, optional): products with a matrix that are not of tokens.
+            Default: none that are known
 
     Returns:
         FrozenMixer: its tokens flattened to ``(B, L, E)``. With ``partly``, where only the scans
@@ -62,11 +66,11 @@ def freeze_measured(
         UnsupportedModelError: saying what could not be measured.
     """
     with torch.inference_mode(False), torch.no_grad(), without_compiler():
-        rerun = Rerun(call, run_cut(call, functions))
+        rerun = Rerun(call, run_cut(call, functions, without=without))
         if not rerun.run.called and functions is not None:
             # A module may call others with gradients, or without padding.
             functions = None
-            rerun = Rerun(call, run_cut(call))
+            rerun = Rerun(call, run_cut(call, without=without))
         if used is not None:
             used.update(cut.function for cut in rerun.run.scans)
         seen = (rerun.run.tokens, rerun.run.output, *(cut.leaf for cut in rerun.run.scans))
@@ -86,6 +90,13 @@ def freeze_measured(
                 return alone
             if not rerun.run.scans or _is_chain(rerun.run.scans):
                 raise
+            products = {cut.function for cut in rerun.run.scans if is_product(cut.function)}
+            if products and not all(cut.function in products for cut in rerun.run.scans):
+                # They may make coefficients of the scans beside them.
+                without = rerun.run.without | products
+                used = set() if used is None else used
+                used -= products
+                return freeze_measured(call, functions, partly=partly, used=used, without=without)
             scans = find_recurrence(rerun, error.why) if partly else None
             if scans is None or not is_silent(
                 run_cut(call, functions, silent=True, without=rerun.run.without)

@@ -10,6 +10,7 @@ from torch import Tensor
 from captum_ssm.discovery.measure.cut_run import CutRun
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import reaches_by_sums
 from captum_ssm.graph.readers import Entries, entries
 from captum_ssm.graph.relevance_rules import ruled
 from captum_ssm.mixers.call import MixerCall
@@ -68,6 +69,13 @@ class Rerun:
     def tokens(self) -> Point:
         """The tokens that the module was given."""
         return Point.of(self.run.tokens)
+
+    @property
+    def may_add_input(self) -> bool:
+        """Whether the output may be a sum of the tokens and of what is made of them."""
+        output, start = self.run.output, self.tokens.edge.node
+        is_like = output.requires_grad and output.shape == self.run.tokens.shape
+        return is_like and reaches_by_sums(Point.of(output).edge.node, start, {start})
 
     def refused(self, why: str) -> NotMeasured:
         """The error for what cannot be measured."""

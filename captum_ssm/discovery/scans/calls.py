@@ -329,5 +329,5 @@ class _BuiltIn(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_known(self, site: TokenProduct | TokenLoop | TokenSum) -> bool:
-        is_any = _anywhere(site) in self.known and site not in self.without
-        return is_any or site in self.known
+        is_known = site in self.known or _anywhere(site) in self.known
+        return is_known and site not in self.without

@@ -226,7 +226,9 @@ class LoopRerun:
         return {n: x for n, x in result.items() if bool(x.any())}
 
     def _wide(self, x: object) -> object:
-        # A tensor of numbers in float64, converted once.
+        # A tensor of numbers in float64, converted once, and what a model converts numbers to.
+        if isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex):
+            return torch.promote_types(x, torch.float64)
         if not is_number(x):
             return x
         if id(x) not in self._doubles:
