@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.discovery.measure.cut_run import CutRun
+from captum_ssm.discovery.scans import is_product
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import reaches_by_sums
@@ -79,7 +80,9 @@ class Rerun:
 
     def refused(self, why: str) -> NotMeasured:
         """The error for what cannot be measured."""
-        return NotMeasured(self.call, why, self.run.unread)
+        # A loop beside a scan is not the reason.
+        has_scan = any(not is_product(cut.function) for cut in self.run.scans)
+        return NotMeasured(self.call, why, "" if has_scan else self.run.unread)
 
 
 def ruled_entries(
