@@ -144,14 +144,15 @@ class RelevanceStandIns(FrozenStandIns):
         surely = [leaf for leaf, module, view in embeddings if view or module is self.table]
         leaves = surely or [leaf for leaf, _, _ in embeddings]
         known = torch.zeros(ids.numel(), dtype=torch.bool)
-        for _, entries in leaves:
+        for _, entries in [*leaves, *others]:
             known[entries] = True
         if not bool(known.all()):
             raise InputError(
                 f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
-                f"{tuple(ids.shape)}, by torch.nn.Embedding, so the start of the propagation is "
-                "not known; expected all, as a whole or in views of them, such as columns. Explain "
-                "the embeddings instead, or pass what is not ids in additional_forward_args."
+                f"{tuple(ids.shape)}, by torch.nn.Embedding or as rows of a table, so the start of "
+                "the propagation is not known; expected all, as a whole or in views of them, such "
+                "as columns. Explain the embeddings instead, or pass what is not ids in "
+                "additional_forward_args."
             )
         if not surely and len({id(module) for _, module, _ in embeddings}) > 1:
             raise ValueError(

@@ -244,6 +244,25 @@ def test_relevance_of_ids_by_a_table_that_is_no_module(way: str, is_trained: boo
     assert_close(found, MambaLRP(joined).attribute(IDS, 1))
 
 
+class LooksAlone(Looks):
+    """It has no module that embeds."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.way(self, ids)
+        return self.head(h + self.mixer(h))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "a number for each"])
+def test_a_model_whose_only_table_is_no_module(way: str) -> None:
+    model = LooksAlone(WAYS[way])
+    found, delta = MambaLRP(model).attribute(IDS, 1, return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-12
+    table = Looks(lambda m, ids: torch.zeros(()))
+    table.table.weight.data.copy_(model.way(model, torch.arange(11)[None])[0].detach())
+    table.mixer, table.head = model.mixer, model.head
+    assert_close(found, MambaLRP(table).attribute(IDS, 1))
+
+
 def test_what_is_read_of_tokens_at_their_ids_is_no_table() -> None:
     model = Looks()
 
