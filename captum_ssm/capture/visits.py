@@ -145,7 +145,8 @@ class Visits:
                 tensors = tensors_in((visit.args, visit.kwargs, visit.result))
                 self.versions += [(x, version_of(x)) for x in tensors]
                 value = map_tensors(Tensor.clone, value) if copies_are_kept() else value
-            call = self._call(module, self.given.pop(module, inputs), None)
+            if is_mixer:
+                call = self._call(module, self.given.pop(module), None)
             return visit, replace(call, result=value).own[2]
 
     def abandon(self, module: nn.Module) -> None:

@@ -271,7 +271,8 @@ def _around_scans(
             else:
                 miss = "which is in no module of as many tokens that can be measured"
                 miss = miss if weak else f"a scan, {no_tokens(stack[-1])}"
-                miss = "" if is_loop(function) else f"calls {function.__qualname__}, {miss}"
+                is_told = not (is_loop(function) or is_sum(function))
+                miss = f"calls {function.__qualname__}, {miss}" if is_told else ""
                 known_of(inner).miss = trial.why or known_of(inner).miss or miss
         if (mixer := mixer_of[inner]) is not None and not weak:
             mixers[mixer][1].add(function)

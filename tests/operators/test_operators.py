@@ -261,7 +261,8 @@ def naive_maps(op: TokenOperator) -> Tensor:
         maps = per_channel(naive_maps(op.inner)) @ conv_matrix(op.taps, op.length, op.grid)
         return dense(maps, right=op.right)
     if isinstance(op, ScaledOperator):
-        return dense(per_channel(naive_maps(op.inner)), left=op.left, right=op.right)
+        maps = per_channel(naive_maps(op.inner), op.channels)
+        return dense(maps, left=op.left, right=op.right)
     if isinstance(op, DiagonalOperator):
         return naive_diagonal_matrix(op)
     if isinstance(op, SoftmaxOperator):
@@ -298,8 +299,8 @@ def naive_softmax(op: SoftmaxOperator) -> Tensor:
     return out
 
 
-def per_channel(maps: Tensor) -> Tensor:
-    return maps.repeat_interleave(D // maps.shape[1], 1)
+def per_channel(maps: Tensor, channels: int = D) -> Tensor:
+    return maps.repeat_interleave(channels // maps.shape[1], 1)
 
 
 def recast(op: TokenOperator, dtype: torch.dtype) -> TokenOperator:
