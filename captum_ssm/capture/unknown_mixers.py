@@ -44,8 +44,8 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
         if "tokens are mixed" not in why:
             why = f"nothing tells what else mixes tokens, as {why.partition('; ')[0]}"
         warnings.warn(
-            f"{why}: its coefficients are not held constant, so relevance may not add up to the "
-            "score. The convergence delta says by how much.",
+            f"{why}: its coefficients are not held constant, so they share the relevance of what "
+            "they multiply. The convergence delta says whether it still adds up to the score.",
             UserWarning,
             stacklevel=2,
         )

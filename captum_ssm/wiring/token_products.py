@@ -19,8 +19,9 @@ from captum_ssm.wiring.mixer_graph import MixerGraph
 
 # So many products are looked at, at so many of their entries. Those of a loop are alike.
 _PRODUCTS, _ENTRIES = 32, 2
-# Neighbors, as a token shift or a short convolution reads them, and the least share of others.
-_NEAR, _LEAST = 4, 0.01
+# Neighbors, as a token shift or a short convolution reads them, and the least share of others: of a
+# recurrence it falls with what it forgets, and rounding is less.
+_NEAR, _LEAST = 4, 1e-7
 
 
 def token_products(graph: MixerGraph, output: Point | None) -> str | None:
@@ -82,7 +83,8 @@ def _of_entries(node: Node) -> Iterator[tuple[Tensor | None, ...]]:
 def _energies(
     edge: GradientEdge, gradient: Tensor, graph: MixerGraph, leaves: dict[int, Point]
 ) -> dict[int, Tensor]:
-    # How strongly a factor reads tokens (T,), in the model's order, by their number.
+    # How strongly a factor reads tokens (T,), in the model's order, by their number: those of the
+    # latest mixer, as around earlier ones token shifts add up to longer ones.
     form = Point.at(edge)
     pulled = torch.autograd.grad(
         edge,
@@ -92,12 +94,15 @@ def _energies(
         allow_unused=True,
     )
     total: dict[int, Tensor] = {}
-    for (i, leaf), g in zip(leaves.items(), pulled, strict=True):
-        if g is not None:
+    for (i, leaf), g in sorted(zip(leaves.items(), pulled, strict=True), key=_number):
+        if g is not None and bool(g.any()):
             energy = graph.in_order(i, leaf.flat(g).abs().double().square().sum(-1).cpu())
-            T = energy.shape[1]
-            total[T] = total.get(T, torch.zeros(T, dtype=torch.float64)) + energy.sum(0)
+            total[energy.shape[1]] = energy.sum(0)
     return total
+
+
+def _number(read: tuple[tuple[int, Point], Tensor | None]) -> int:
+    return read[0][0]
 
 
 def _are_apart(first: Tensor, second: Tensor) -> bool:

@@ -78,12 +78,19 @@ def loop_inline(x: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
+def forgetting_inline(x: Tensor) -> Tensor:
+    x = x.clone()
+    for t in range(1, x.shape[1]):  # next to nothing is left of what is five tokens back
+        x[:, t].addcmul_(0.5 * torch.tanh(x[:, t]), x[:, t - 1])
+    return x
+
+
 def moment_inline(x: Tensor) -> Tensor:
     return x.mean(1, keepdim=True) * x.flip(1)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("mixed", [attention_inline, loop_inline, moment_inline])
+@pytest.mark.parametrize("mixed", [attention_inline, loop_inline, forgetting_inline, moment_inline])
 def test_one_that_no_module_holds_is_said(place: str, mixed: Callable[[Tensor], Tensor]) -> None:
     model = without_biases(made(Mixes(place, mixed)))
     for _ in range(2):  # what is known of a model is kept
@@ -111,6 +118,28 @@ def test_gates_are_no_scans(place: str, mixed: Callable[[Tensor], Tensor]) -> No
         warnings.simplefilter("error")
         _, delta = MambaLRP(model).attribute(noise(2, L, 6), 1, return_convergence_delta=True)
     assert float(delta.abs().max()) < 1e-9
+
+
+class ManyShifts(nn.Module):
+    """Gates that read the token before, after each of many mixers: as RWKV's channel mixing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(BidirectionalMamba(E, bimamba_type="none") for _ in range(8))
+        self.head = nn.Linear(E, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            x = x + mixer(F.rms_norm(x, (E,)))
+            x = x + shifted_gate(F.rms_norm(x, (E,)))
+        return self.head(x[:, -1])
+
+
+def test_shifts_of_many_layers_are_no_scan() -> None:
+    model = without_biases(made(ManyShifts()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MambaLRP(model).attribute(noise(2, 20, E), 1)
 
 
 class Moment(nn.Module):
