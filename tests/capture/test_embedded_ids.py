@@ -18,6 +18,7 @@ from captum_ssm import (
     MambaLRP,
     MambaRollout,
     RawAttention,
+    RelevanceFlow,
     UnifiedImplicitAttention,
     UnsupportedModelError,
 )
@@ -261,6 +262,8 @@ def test_a_model_whose_only_table_is_no_module(way: str) -> None:
     table.table.weight.data.copy_(model.way(model, torch.arange(11)[None])[0].detach())
     table.mixer, table.head = model.mixer, model.head
     assert_close(found, MambaLRP(table).attribute(IDS, 1))
+    edges = RelevanceFlow(model).edges(IDS, 1)
+    assert all(max(layer.relative_errors) < 1e-9 for layer in edges.values())
 
 
 def test_what_is_read_of_tokens_at_their_ids_is_no_table() -> None:
