@@ -206,18 +206,22 @@ def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
     # that are not of tokens: whose rows are not read by a token each, later ones first.
     later, mistaken, unread = Point.of(run.output), set[CutScan](), set[CutScan]()
     starts = [Point.of(run.tokens), *(Point.of(cut.leaf) for cut in run.scans)]
-    for cut in [cut for cut in reversed(run.scans) if _may_be_mistaken(cut)]:
-        earlier = Point.of(cut.leaf)
-        values = {other: other.values for other in run.scans if other.values is not None}
-        reading = [other for other, at in values.items() if any(dependencies([at], [earlier]))]
+    products = [cut for cut in reversed(run.scans) if _may_be_mistaken(cut)]
+    leaves = [Point.of(cut.leaf) for cut in products]
+    values = {cut: cut.values for cut in run.scans if cut.values is not None}
+    *reads, of_output = dependencies([*values.values(), later], leaves)
+    for k, (cut, earlier) in enumerate(zip(products, leaves, strict=True)):
+        reading = [other for other, read in zip(values, reads, strict=True) if k in read]
         is_told = any(cut.function == other.function for other in mistaken)  # by another step
         if is_told or mistaken.intersection(reading):
             continue
         is_right = all(_is_by_token(values[other], earlier) for other in reading)
         is_right = is_right and any(dependencies([cut.values], starts))
-        with ruled([later.edge.node], [earlier.edge.node]) as carries:
-            is_read = carries[later.edge.node]
-            is_right = is_right and (not is_read or _is_by_token(later, earlier))
+        is_read = k in of_output
+        if is_read:
+            with ruled([later.edge.node], [earlier.edge.node]) as carries:
+                is_read = carries[later.edge.node]
+                is_right = is_right and (not is_read or _is_by_token(later, earlier))
         if _is_empty(cut) or not (is_read or reading):
             unread.add(cut)
         elif not is_right:
