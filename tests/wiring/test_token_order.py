@@ -421,7 +421,7 @@ def test_mamba_lrp_warns_of_what_it_cannot_hold_constant(update):
         if update is attention:
             MambaLRP(model).attribute(x, target=(3, 1))
             continue
-        with pytest.warns(UserWarning, match="may not add up to the score"):
+        with pytest.warns(UserWarning, match="coefficients are not held constant"):
             MambaLRP(model).attribute(x, target=(3, 1))
 
 
