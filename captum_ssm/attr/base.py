@@ -186,8 +186,9 @@ class TokenAttribution(ModelAttribution):
             ValueError, TypeError: as for each method's ``attribute``.
         """
         self._check_options(options, return_convergence_delta)
-        asked = inputs, target, additional_forward_args, position, return_convergence_delta
-        arguments = Arguments(*asked)
+        arguments = Arguments(
+            inputs, target, additional_forward_args, position, return_convergence_delta
+        )
         with showing(show_progress):
             result = computed(lambda: self._attribute(arguments, **options))
             check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))

@@ -38,6 +38,7 @@ from captum_ssm.discovery.scans import (
     token_sum,
 )
 from captum_ssm.discovery.visited import (
+    CHANNELS_LAST,
     LAYOUTS,
     ModuleVisit,
     given_first,
@@ -352,7 +353,7 @@ class _Trials:
         if look not in self.known:
             best, output = _Trial(), first_tensor(visit.result)
             is_last = output is not None and output.shape in self.shapes
-            for layout in LAYOUTS[::3] if is_last else LAYOUTS:
+            for layout in CHANNELS_LAST if is_last else LAYOUTS:
                 trial = self._tried(visit, layout, partly=partly)
                 if trial.is_whole or not best.is_partly:
                     best = trial
@@ -362,7 +363,7 @@ class _Trials:
         return self.known[look]
 
     def _tried(self, visit: ModuleVisit, layout: dict[str, Any], *, partly: bool) -> _Trial:
-        if layout == LAYOUTS[3] and not self._may_add_input(visit.call()):
+        if layout == CHANNELS_LAST[1] and not self._may_add_input(visit.call()):
             return _Trial(is_none=True)
         call = visit.call(**layout)
         if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not takes_tokens(call):

@@ -22,6 +22,8 @@ LAYOUTS = [
     for adds in (False, True)
     for axis in (-1, 1, TOKENS_FIRST)
 ]
+# Without a residual stream and with one: whether there is one is asked of the latter alone.
+CHANNELS_LAST = [layout for layout in LAYOUTS if layout["channels"] == -1]
 
 
 @dataclass

@@ -45,7 +45,7 @@ _NEAR = 12  # calls between a memory and what it is made of, and between it and 
 _NEAR_LINEAR = 1e-3  # relative error of what is worth being measured
 
 # Where a call reads a tensor: the call, and which of its arguments.
-Place = tuple[TracedCall, int]
+Reader = tuple[TracedCall, int]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TokenSum:
     length: int = field(default=0, compare=False)
     result: Tensor | None = field(default=None, compare=False, repr=False)
     made: Traced | None = field(default=None, compare=False, repr=False)
-    reads: tuple[Place, ...] = field(default=(), compare=False, repr=False)
+    reads: tuple[Reader, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__qualname__", f"a sum over tokens in {name_of(self.code)}")
@@ -216,7 +216,7 @@ class Memories:
         return since
 
 
-def _reads(memory: Traced, like: Tensor) -> tuple[Place, ...]:
+def _reads(memory: Traced, like: Tensor) -> tuple[Reader, ...]:
     # Where what a memory is made of is read that has the shape of a tensor, the last one first.
     # What is summed up to each token is a product of keys and values, which is not one of these.
     shape = [size for size in like.shape if size > 1]
