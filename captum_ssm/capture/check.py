@@ -15,7 +15,8 @@ from captum_ssm.capture.tolerances import TOLERANCE, Tolerances, tolerances_of
 from captum_ssm.capture.wider_dtype import WIDER, InWider
 from captum_ssm.errors import ReconstructionError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers.call import random_signs, without_caches
+from captum_ssm.mixers.call import without_caches
+from captum_ssm.mixers.linear_calls import random_signs
 from captum_ssm.mixers.linear_layers import is_quantized
 from captum_ssm.mixers.registry import known_of, learn_projection
 from captum_ssm.utils.clones import address

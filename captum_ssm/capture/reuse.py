@@ -11,7 +11,7 @@ from torch import nn
 from captum_ssm.discovery.scans import KeptScans
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.mixers import MixerCall, find_adapter
-from captum_ssm.mixers.call import LinearCalls
+from captum_ssm.mixers.linear_calls import LinearCalls
 from captum_ssm.utils.blocks import contextmanager
 
 # Results of all mixers together are kept up to so many bytes. Those of later mixers are computed
@@ -23,9 +23,9 @@ class InnerResults:
     """Keeps what mixers' outermost projections and scan functions compute while a model runs.
 
     Attributes:
-        calls (list of tuple): ``(linears, scans)`` for each call of a mixer, in forward order. Of
-            linear layers None where there was nothing to keep, or no room; of scan functions None
-            for mixers that are not measured.
+        calls (list of tuple): ``(linears, scans)`` for each call of a mixer, in forward order. No
+            results of linear layers where there was no room; of scan functions None for mixers
+            that are not measured.
     """
 
     def __init__(self) -> None:
@@ -65,5 +65,5 @@ class InnerResults:
             if call.output.dtype == call.dtype and 0 < size <= self._room:
                 self._room -= size
             else:
-                linears = None
+                linears.forget()
         self.calls.append((linears, scans))

@@ -15,7 +15,7 @@ from captum_ssm.capture.finite import check_finite
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.graph.reachability import is_closed
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers.call import LinearCalls
+from captum_ssm.mixers.linear_calls import LinearCalls
 from captum_ssm.mixers.registry import Adapter, frozen_by, is_own
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 from captum_ssm.utils.blocks import contextmanager

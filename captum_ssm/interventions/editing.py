@@ -32,7 +32,8 @@ from captum_ssm.errors import ReconstructionError, UnsupportedModelError
 from captum_ssm.interventions.open_mixer import OpenMixer, OwnProjection
 from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall
-from captum_ssm.mixers.call import LinearCalls, bound_arguments, without_caches
+from captum_ssm.mixers.call import bound_arguments, without_caches
+from captum_ssm.mixers.linear_calls import LinearCalls
 from captum_ssm.mixers.linear_layers import is_plain
 from captum_ssm.mixers.registry import (
     known_of,

@@ -46,6 +46,14 @@ def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
     )
 
 
+def wraps_weight(layer: Any) -> bool:
+    """Whether ``layer`` has the plain weight of a linear layer, and another forward (LoRA)."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter):
+        return False
+    return weight.dim() == 2 and weight.is_floating_point() and not is_plain(layer)
+
+
 def width_of(layer: nn.Module) -> int:
     """The channels that a linear layer is given: those of the first one in it, if it wraps some."""
     widths = (getattr(part, "in_features", None) for part in layer.modules())

@@ -20,7 +20,7 @@ from captum_ssm.capture.substitute import KEPT
 from captum_ssm.capture.target import read_score
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers, registry
-from captum_ssm.mixers.call import LinearCalls
+from captum_ssm.mixers.linear_calls import LinearCalls
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])

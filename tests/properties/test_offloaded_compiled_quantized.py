@@ -488,6 +488,21 @@ def test_adapters_are_part_of_a_knockout(kind):
     assert not torch.allclose(model(TOKENS).logits, found, atol=1e-4)
 
 
+@each_method
+@pytest.mark.parametrize("kind", [LoraLinear, Adapted])
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
+def test_a_wrapper_whose_weight_is_read_adds_nothing(family, kind, method):
+    # These families multiply with the weight of their dt_proj, and so leave out LoRA there.
+    model, wrapped = build(family), build(family)
+    for path, layer in [*wrapped.named_modules()]:
+        if path.endswith("dt_proj"):
+            parent, _, name = path.rpartition(".")
+            setattr(wrapped.get_submodule(parent), name, kind(layer))
+    assert torch.equal(wrapped(TOKENS).logits, model(TOKENS).logits)
+    expected = method(model).attribute(TOKENS, target=3)
+    torch.testing.assert_close(method(wrapped).attribute(TOKENS, target=3), expected)
+
+
 def bitsandbytes(layer: nn.Linear, bits: int) -> nn.Module:
     bnb = pytest.importorskip("bitsandbytes")
     kind, options = bnb.nn.Linear4bit, {"quant_type": "nf4"}

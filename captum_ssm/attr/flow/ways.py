@@ -26,7 +26,7 @@ from captum_ssm.capture import FrozenCall
 from captum_ssm.graph.points import Point, passing
 from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.relevance_rules import ruled
-from captum_ssm.mixers.call import random_signs
+from captum_ssm.mixers.linear_calls import random_signs
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.blocks import contextmanager
 
