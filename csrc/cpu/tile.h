@@ -657,7 +657,7 @@ INLINE void triangle_states(const TileScratch<T>& s, const T* right, const T* B,
     if (own && i < x + W) v = keep_first<T>(v, i - x + 1);
     store(o, own && n0 == 0 ? v : load(o) + v);
   };
-  // Every source is there from the start and decays once its row is past; what stands above the
+  // Every source is there from the start and decays after its row; what stands above the
   // diagonal meanwhile is masked here or never read later.
   Vec<T> h[NB];
 #pragma GCC unroll 16

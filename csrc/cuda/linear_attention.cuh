@@ -65,15 +65,15 @@ __device__ T sum_of_lanes(T x) {
   return x;
 }
 
-// The part of a lane: states lane, lane + lanes, ... of one column of one head.
+// What a lane computes: states lane, lane + lanes, ... of one column of one head.
 template <int lanes>
-struct Place {
+struct Lane {
   int64_t column, b, h, p;
   int lane;
   bool valid;  // lanes beyond the last column run along with it, and write nothing
 
   template <class T>
-  __device__ Place(const Heads<T>& heads, int64_t columns) {
+  __device__ Lane(const Heads<T>& heads, int64_t columns) {
     const int64_t all = heads.batch * heads.H * columns;
     column = (blockIdx.x * int64_t(kThreads) + threadIdx.x) / lanes;
     lane = threadIdx.x % lanes;
@@ -86,7 +86,7 @@ struct Place {
 // A lane's part of one row of keys, zero beyond the last one. No branch: all loads are under way at
 // once.
 template <int lanes, int S, class T>
-__device__ void load_keys(const Place<lanes>& at, const Rows<T>& rows, int64_t t, int N,
+__device__ void load_keys(const Lane<lanes>& at, const Rows<T>& rows, int64_t t, int N,
                           T (&to)[S]) {
   const T* const row = rows.at(at.b, t, at.h);
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ void load_keys(const Place<lanes>& at, const Rows<T>& rows, int64_t t
 
 // A lane's part of the log decays of one token, not below the lowest.
 template <int lanes, int S, class T>
-__device__ void load_log_decays(const Place<lanes>& at, const Heads<T>& m, int64_t t, T (&to)[S]) {
+__device__ void load_log_decays(const Lane<lanes>& at, const Heads<T>& m, int64_t t, T (&to)[S]) {
   if (m.per_key) {
     load_keys(at, m.log_decay, t, int(m.N), to);
   } else {
@@ -126,7 +126,7 @@ struct Token {
   T enter[S], read[S], find[S], take[S], log_decay[S], x, bonus;
 
   template <class Input>
-  __device__ void load(const Heads<T>& m, const Place<lanes>& at, bool backward, int64_t t,
+  __device__ void load(const Heads<T>& m, const Lane<lanes>& at, bool backward, int64_t t,
                        const Input& input) {
     const int N = int(m.N);
     load_keys(at, backward ? m.query : m.key, t, N, enter);
@@ -144,7 +144,7 @@ struct Token {
 // Runs steps [first, last): input(position) is what enters, emit(position, output) is called for
 // every step. Adds up the log decays where `elapsed`.
 template <int lanes, int S, class T, class Input, class Emit>
-__device__ void run_head(const Heads<T>& m, const Place<lanes>& at, bool backward, int64_t first,
+__device__ void run_head(const Heads<T>& m, const Lane<lanes>& at, bool backward, int64_t first,
                          int64_t last, T (&s)[S], double* elapsed, const Input& input,
                          const Emit& emit) {
   using One = Token<lanes, S, T>;
@@ -218,7 +218,7 @@ inline unsigned head_blocks(int64_t threads) {
 template <class T, int lanes, int S>
 __global__ void head_chunk_states(HeadsRun<T> r) {
   const Heads<T>& m = r.heads;
-  const Place<lanes> at(m, r.P);
+  const Lane<lanes> at(m, r.P);
   const int64_t c = blockIdx.y;
   T s[S] = {};
   double elapsed[S] = {};
@@ -252,7 +252,7 @@ __global__ void join_head_states(HeadsRun<T> r) {
 
 // The states that a chunk starts with; there are zeros in them for the only one.
 template <int lanes, int S, class T>
-__device__ void load_start(const HeadsRun<T>& r, const Place<lanes>& at, int64_t c, T (&s)[S]) {
+__device__ void load_start(const HeadsRun<T>& r, const Lane<lanes>& at, int64_t c, T (&s)[S]) {
   if (r.chunks() == 1) return;
 #pragma unroll
   for (int i = 0; i < S; ++i) {
@@ -265,7 +265,7 @@ __device__ void load_start(const HeadsRun<T>& r, const Place<lanes>& at, int64_t
 template <class T, int lanes, int S>
 __global__ void head_chunk_outputs(HeadsRun<T> r) {
   const Heads<T>& m = r.heads;
-  const Place<lanes> at(m, r.P);
+  const Lane<lanes> at(m, r.P);
   const int64_t c = blockIdx.y;
   T s[S] = {};
   load_start(r, at, c, s);
@@ -323,7 +323,7 @@ struct HeadRows {
 template <class T, int lanes, int S>
 __global__ void head_rows(HeadRows<T> r) {
   const Heads<T>& m = r.heads;
-  const Place<lanes> at(m, r.R);
+  const Lane<lanes> at(m, r.R);
   const int64_t row = r.row(at.b, at.p);
   // All lanes of a warp take the same steps: from the latest of its rows on.
   int64_t last = row;

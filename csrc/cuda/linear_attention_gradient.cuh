@@ -39,7 +39,7 @@ struct HeadsGradient {
 
 // Adds what the columns of a warp have for each key to one row of keys.
 template <int lanes, int S, class T>
-__device__ void add_keys(T* row, const Place<lanes>& at, int N, bool one_row, T (&x)[S]) {
+__device__ void add_keys(T* row, const Lane<lanes>& at, int N, bool one_row, T (&x)[S]) {
   bool adds = at.valid;
   if (one_row) {
 #pragma unroll
@@ -61,7 +61,7 @@ __global__ void head_gradient(HeadsGradient<T> r) {
   const Heads<T>& m = r.values.heads;
   const int N = int(m.N);
   const int64_t P = r.values.P, c = blockIdx.y, chunks = r.values.chunks();
-  const Place<lanes> at(m, P);
+  const Lane<lanes> at(m, P);
   const bool delta = m.erase.data, bonus = m.bonus.data;
   const bool one_row = lanes < 32 && P % (32 / lanes) == 0;  // then all columns of a warp are valid, or none
   const int64_t begin = r.values.start(c), end = r.values.start(c + 1);

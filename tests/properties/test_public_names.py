@@ -33,6 +33,7 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm.capture import Request, freeze
+from captum_ssm.explanation.corpus.parts import ReportExample
 from captum_ssm.mixers import find_adapter, registered
 from captum_ssm.operators import PermutedOperator
 
@@ -102,6 +103,7 @@ OLD_NAMES = {  # CHANGELOG.md has them in a table
 OLD_ATTRIBUTES = {
     FrozenMixer: {"centred": "centered", "exchanged": "neighbor_share"},
     MixerSupport: {"exchanged": "neighbor_share", "stage": "step"},
+    ReportExample: {"place": "point"},
     PermutedOperator: {"apply": "matvec", "vecmat": "rmatvec", "place": "position"},
 }
 

@@ -55,7 +55,7 @@ def report_data(report: ReportData) -> dict[str, Any]:
             "length": [example.length for example in listed],
             "group": [example.group for example in listed],
             "distance": [rounded(example.distance, 3) for example in listed],
-            "place": [[rounded(v, 3) for v in example.place] for example in listed],
+            "point": [[rounded(v, 3) for v in example.point] for example in listed],
             "moved": [rounded(example.moved, 3) for example in listed],
             "flipped": [int(example.flipped) for example in listed],
             **{

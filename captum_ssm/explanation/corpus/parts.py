@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from captum_ssm.errors import renamed
 from captum_ssm.explanation.corpus.changes import Change
 from captum_ssm.explanation.corpus.readings import ExampleFacts
 from captum_ssm.explanation.corpus.shares import Share
@@ -29,7 +30,7 @@ class ReportExample(ExampleFacts):
         own (float): the reading token's share, which all other numbers leave out.
         group (str or None): the name of the slice of examples that look alike.
         distance (float): from the mean profile of the group, 0 to 1: the larger, the less typical.
-        place (tuple of float): in the plane in which examples differ most.
+        point (tuple of float): in the plane in which examples differ most.
         columns (dict): the user's own values.
         moved (float or None): the part of the relevance that lies elsewhere in the other run.
         flipped (bool): whether the other run predicts something else.
@@ -43,10 +44,13 @@ class ReportExample(ExampleFacts):
 
     group: str | None
     distance: float
-    place: tuple[float, float]
+    point: tuple[float, float]
     columns: Mapping[str, Any] = field(default_factory=dict)
     moved: float | None = None
     flipped: bool = False
+
+    if not TYPE_CHECKING:
+        __getattr__ = renamed(place="point")
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,7 +95,7 @@ class Report(ReportData):
 
     def _examples(self) -> Iterator[dict[str, Any]]:
         for example in self.examples:
-            line = {k: v for k, v in vars(example).items() if k not in ("place", "columns")}
+            line = {k: v for k, v in vars(example).items() if k not in ("point", "columns")}
             yield line | dict(example.columns)
 
     def _change(self) -> Iterator[dict[str, Any]]:

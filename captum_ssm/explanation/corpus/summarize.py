@@ -246,7 +246,7 @@ def _examples(
             **reading.facts,
             group=names[labels[k]] if names else None,
             distance=float(far[k]),
-            place=(float(points[k, 0]), float(points[k, -1])),
+            point=(float(points[k, 0]), float(points[k, -1])),
             columns={name: values[k] for name, values in columns.items()},
             moved=moved.get(reading.index),
             flipped=reading.index in flipped,

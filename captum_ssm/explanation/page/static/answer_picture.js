@@ -11,7 +11,7 @@ const MOST_RIBBONS = 18;
 const LEAST_RIBBON = 0.015;
 const WIDEST_RIBBON = 16; // pixels
 const ALL_RIBBONS = 64;
-const LANE = 14; // pixels below the reasoning, past which the prompt's ribbons go to the answer
+const LANE = 14; // pixels below the reasoning, for the prompt's ribbons that go around it
 const NARROW_PICTURE = 680;
 const PAPER = 640; // pixels across a sheet
 const BOX_LETTERS = 96;
@@ -124,23 +124,23 @@ export class AnswerPicture {
 
   #draw() {
     const ribbons = this.#ribbons();
-    const past = ribbons.filter(({ isPast }) => isPast);
-    const lane = added(past, ({ width }) => width + 1);
+    const outer = ribbons.filter(({ isAround }) => isAround);
+    const lane = added(outer, ({ width }) => width + 1);
     const [, aside] = this.columns.querySelectorAll("ol");
     aside.style.paddingBottom = lane ? `${lane + LANE}px` : "";
     this.node.classList.toggle("loops", ribbons.some(({ isAside, isLast }) => isAside && isLast));
     const frame = this.node.getBoundingClientRect();
     this.drawing.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
-    const place = (node) => {
+    const rectangle = (node) => {
       const { left, right, top, bottom } = node.getBoundingClientRect();
       return { left: left - frame.left, right: right - frame.left, top: top - frame.top, bottom: bottom - frame.top };
     };
-    const places = new Map([...this.boxes].map(([part, box]) => [part, place(box)]));
+    const rectangles = new Map([...this.boxes].map(([part, box]) => [part, rectangle(box)]));
     const ends = new Map();
-    const column = place(aside);
+    const column = rectangle(aside);
     for (const ribbon of ribbons) {
-      ribbon.source = places.get(ribbon.from);
-      ribbon.target = ribbon.to === TOGETHER ? around(this.#together(ribbon.hop).map((part) => places.get(part))) : places.get(ribbon.to);
+      ribbon.source = rectangles.get(ribbon.from);
+      ribbon.target = ribbon.to === TOGETHER ? enclosing(this.#together(ribbon.hop).map((part) => rectangles.get(part))) : rectangles.get(ribbon.to);
       for (const end of ["from", "to"]) {
         const key = `${end}${ribbon.isAside}${ribbon[end]}${ribbon.to === TOGETHER ? ribbon.hop : ""}`;
         ends.set(key, [...(ends.get(key) ?? []), { ribbon, end }]);
@@ -156,8 +156,8 @@ export class AnswerPicture {
         at += ribbon.width + 1;
       }
     }
-    // Ribbons that go past the reasoning lie below it, the lowest source lowest.
-    past.sort((a, b) => middle(a.source) - middle(b.source)).reduce((at, ribbon) => {
+    // Ribbons that go around the reasoning lie below it, the lowest source lowest.
+    outer.sort((a, b) => middle(a.source) - middle(b.source)).reduce((at, ribbon) => {
       ribbon.lane = { left: column.left, right: column.right, y: at + ribbon.width / 2 };
       return at + ribbon.width + 1;
     }, column.bottom - lane);
@@ -180,7 +180,7 @@ export class AnswerPicture {
     const scale = Math.min(WIDEST_RIBBON / most, ALL_RIBBONS / all) / (isStacked ? 1.5 : 1);
     return found.map((link) => {
       const columns = [link.from, link.to === TOGETHER ? this.#together(link.hop)[0] : link.to].map(columnOf);
-      return { ...link, isStacked, isLast: columns[1] === regions.length - 1, isAside: isStacked || columns[0] >= columns[1], isPast: !isStacked && columns[1] - columns[0] > 1,
+      return { ...link, isStacked, isLast: columns[1] === regions.length - 1, isAside: isStacked || columns[0] >= columns[1], isAround: !isStacked && columns[1] - columns[0] > 1,
         width: link.isActive ? Math.max(1.5, scale * size(link)) : Math.max(1, 0.6 * scale * link.reach) };
     });
   }
@@ -227,6 +227,6 @@ export class AnswerPicture {
 const middle = ({ top, bottom }) => (top + bottom) / 2;
 const curve = (x1, y1, a, b, x2, y2) => `M${x1} ${y1}C${a} ${y1} ${b} ${y2} ${x2} ${y2}`;
 
-// The place of several boxes of a column.
-const around = (places) => ({ left: places[0].left, right: places[0].right,
-  top: Math.min(...places.map(({ top }) => top)), bottom: Math.max(...places.map(({ bottom }) => bottom)) });
+// The rectangle around several boxes of a column.
+const enclosing = (boxes) => ({ left: boxes[0].left, right: boxes[0].right,
+  top: Math.min(...boxes.map(({ top }) => top)), bottom: Math.max(...boxes.map(({ bottom }) => bottom)) });

@@ -2,7 +2,7 @@
 import { element, fill, range, svg } from "./dom.js";
 import { count, percent, plain, visible } from "./format.js";
 
-const [WIDTH, HEIGHT] = [100, 100]; // of the drawing, which is stretched over its place
+const [WIDTH, HEIGHT] = [100, 100]; // of the drawing, which is stretched over its box
 const ASPECT = 3; // about how much wider than high that is
 const ENOUGH = 20; // between a number and another one, or another curve
 const FIRST = 10; // how much more it matters that numbers are apart
@@ -49,8 +49,8 @@ export class Check {
     // The chosen one is drawn last, over the others.
     const ordered = [...methods.filter((each) => !isChosen(each)), ...methods.filter(isChosen)];
     const label = `Mean ${check.score} while ${count(methods.length, "method")} remove parts, most relevant first`;
-    const places = curves.map((curve) => curve.map((value, k) => [x(k), y(value)]));
-    const free = apart(places, check.random.map((value, k) => [x(k), y(value)]));
+    const lines = curves.map((curve) => curve.map((value, k) => [x(k), y(value)]));
+    const free = apart(lines, check.random.map((value, k) => [x(k), y(value)]));
     return [
       element("div", { class: "high" }, element("span", {}, plain(high)), element("span", {}, plain(low))),
       element("div", { class: "curves" },
@@ -63,7 +63,7 @@ export class Check {
           "data-tip": visible(each.title), ...this.#pointing(each),
           onclick: () => this.page.set({ m: each.name }) }))),
         methods.length > 1 && methods.map((each, k) =>
-          placed(free[k], element("b", { ...marked(each), "aria-hidden": "true" }, String(k + 1))))),
+          atPercent(free[k], element("b", { ...marked(each), "aria-hidden": "true" }, String(k + 1))))),
       element("div", { class: "wide" }, element("span", {}, "nothing removed"),
         element("span", {}, `${percent(last)} removed, replaced ${visible(check.removed)}`)),
     ];
@@ -92,7 +92,7 @@ export class Check {
   }
 }
 
-function placed([x, y], node) {
+function atPercent([x, y], node) {
   Object.assign(node.style, { left: `${x}%`, top: `${y}%` });
   return node;
 }

@@ -48,9 +48,9 @@ function rgb(hex) {
   return [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
 }
 
-function between(stops, place) {
-  const left = Math.min(Math.floor(place * (stops.length - 1)), stops.length - 2);
-  const part = place * (stops.length - 1) - left;
+function between(stops, at) {
+  const left = Math.min(Math.floor(at * (stops.length - 1)), stops.length - 2);
+  const part = at * (stops.length - 1) - left;
   return stops[left].map((value, k) => Math.round(value + (stops[left + 1][k] - value) * part));
 }
 

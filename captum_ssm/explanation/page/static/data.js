@@ -85,7 +85,7 @@ export class Example {
     this.readsMost = data.opening ?? null; // where the page of an answer of several tokens opens
     this.circuits = (data.circuits ?? []).map((circuit) => new FlowGraph(circuit));
     this.special = new Set(special);
-    this.unknown = new Map(unknown); // what the model reads in the place of unknown words
+    this.unknown = new Map(unknown); // what the model reads in place of unknown words
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
     this.isTable = this.isSeries && data.table;
@@ -106,12 +106,12 @@ export class Example {
       name === first || (this.units[name].count > 1 && this.units[name].count !== finest));
     this.turns = this.units.turn;
     // The output whose answer stands at a token; of several that of the first.
-    this.places = new Map();
+    this.outputAt = new Map();
     outputs.forEach(({ chosen, part }, k) => {
       if (part) return;
       const [first, end] = this.standing({ output: k, answer: chosen }) ?? [0, 0];
       for (let token = first; token < end; token += 1) {
-        if (!this.places.has(token)) this.places.set(token, k);
+        if (!this.outputAt.has(token)) this.outputAt.set(token, k);
       }
     });
     // An answer of several tokens, explained as a whole: only pages that have one come with its scripts.
@@ -255,11 +255,11 @@ export class Example {
   get opening() {
     if (this.isLabeled) return this.#firstLabel;
     if (this.readsMost !== null) return this.readsMost;
-    const places = this.outputs.map(({ position }) => position);
-    if (places.every((place) => place === null)) return 0;
+    const positions = this.outputs.map(({ position }) => position);
+    if (positions.every((position) => position === null)) return 0;
     const isExplained = (k) => this.pick(String(k)) !== null;
-    const after = places.findIndex((place, k) => place >= this.prompt - 1 && isExplained(k));
-    return after >= 0 ? after : Math.max(0, places.findLastIndex((_, k) => isExplained(k)));
+    const after = positions.findIndex((position, k) => position >= this.prompt - 1 && isExplained(k));
+    return after >= 0 ? after : Math.max(0, positions.findLastIndex((_, k) => isExplained(k)));
   }
 
   // An image is named once, where its tokens begin.
@@ -284,7 +284,7 @@ export class Example {
     return this.inPictures.get(unit.bounds[part][0])?.picture;
   }
 
-  // What the model reads in the place of a word of this part that the tokenizer does not know.
+  // What the model reads in place of a word of this part that the tokenizer does not know.
   readAs(unit, part) {
     const [first, end] = unit.bounds[part];
     return range(end - first).map((k) => this.unknown.get(first + k)).find(Boolean);
@@ -457,9 +457,9 @@ class Relevance {
 export function quantile(values, percentage) {
   if (!values.length) return 0;
   const sorted = Float32Array.from(values, Math.abs).sort();
-  const place = ((sorted.length - 1) * percentage) / 100;
-  const below = sorted[Math.floor(place)];
-  return below + (sorted[Math.ceil(place)] - below) * (place - Math.floor(place));
+  const rank = ((sorted.length - 1) * percentage) / 100;
+  const below = sorted[Math.floor(rank)];
+  return below + (sorted[Math.ceil(rank)] - below) * (rank - Math.floor(rank));
 }
 
 // The magnitude with the strongest color, for relevances on one scale.

@@ -42,7 +42,7 @@ export const added = (list, of = (x) => x) => list.reduce((sum, item) => sum + o
 export const range = (count) => Array.from({ length: count }, (_, k) => k);
 export const hasModifier = (event) => event.ctrlKey || event.metaKey || event.altKey;
 
-// What was pressed is for this place alone.
+// What was pressed is for this handler alone.
 export function taken(event) {
   event.preventDefault();
   event.stopPropagation();

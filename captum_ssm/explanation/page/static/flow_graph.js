@@ -66,8 +66,8 @@ export class FlowGraph {
 
   // What an address asks for, where that is here.
   corrected({ edges, path, at }) {
-    const hasPlace = this.nodes.has(at) || this.stays.has(at.slice(1)) || this.reads.some(({ id }) => id === at);
-    return { edges: this.stops.includes(edges) ? edges : 0, path: this.paths[path] ? path : -1, at: hasPlace ? at : "" };
+    const isHere = this.nodes.has(at) || this.stays.has(at.slice(1)) || this.reads.some(({ id }) => id === at);
+    return { edges: this.stops.includes(edges) ? edges : 0, path: this.paths[path] ? path : -1, at: isHere ? at : "" };
   }
 
   share(k) {

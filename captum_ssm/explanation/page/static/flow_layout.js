@@ -78,7 +78,7 @@ export class FlowLayout {
     if (after) this.gaps.push({ x: x + gap / 2, count: after, from: tokens.at(-1) + 1 });
   }
 
-  // Where along its nodes a link begins and ends: what is not drawn takes the outer places.
+  // Where along its nodes a link begins and ends: what is not drawn takes the outer sides.
   #ends() {
     for (const node of this.view.nodes.values()) {
       node.x = this.x.get(node.token);
@@ -194,7 +194,7 @@ export function strands({ heads, width }) {
 }
 
 // Where the number of a link stands.
-export function numberPlace({ x0, x1, y0, y1, kind, jumps, laneY, width }, room) {
+export function numberPoint({ x0, x1, y0, y1, kind, jumps, laneY, width }, room) {
   if (kind !== "stay") {
     const y = kind === "shift" ? laneY + width / 2 + 13 : (jumps ? (y0 + y1) / 2 : laneY) - width / 2 - 5;
     return { x: (x0 + x1) / 2, y, "text-anchor": "middle" };

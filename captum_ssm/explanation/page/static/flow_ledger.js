@@ -8,8 +8,8 @@ import { quoted, signed, visible } from "./format.js";
 const MOST_ROWS = 7; // rows of edges
 const LEAST_PART = 5e-4; // of the node, that other rows need
 
-// A token in quotes, with its place.
-const tokenPlace = ({ tokens }, { token }) => [quoted(tokens[token]), element("small", {}, ` ${token}`)];
+// A token in quotes, with its position.
+const numberedToken = ({ tokens }, { token }) => [quoted(tokens[token]), element("small", {}, ` ${token}`)];
 
 export class FlowLedger {
   constructor(page) {
@@ -42,7 +42,7 @@ export class FlowLedger {
   }
 
   #sides(graph, node) {
-    const of = (end) => tokenPlace(graph, end);
+    const of = (end) => numberedToken(graph, end);
     const side = (links, isOut, rest, bias, shifts = []) => {
       if (!links.length) return [];
       const sorted = [...links].sort(bySize);
@@ -65,7 +65,7 @@ export class FlowLedger {
 
   #named(graph, { kind, layer, end, source, target }, isOut) {
     if (kind === "stay") return `stays, ${layersNamed(layer, end - 1)}`;
-    return [isOut ? "to " : "from ", tokenPlace(graph, isOut ? target : source)];
+    return [isOut ? "to " : "from ", numberedToken(graph, isOut ? target : source)];
   }
 
   #table(caption, rows, total) {

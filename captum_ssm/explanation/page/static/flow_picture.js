@@ -1,7 +1,7 @@
 // The drawing of a circuit: bands of layers, columns of tokens, edges, uprights, and the path in ink.
 import { clamp, element, fill, svg } from "./dom.js";
 import { abs, bySize, largestHead, max, min, spot } from "./flow_graph.js";
-import { FlowLayout, course, numberPlace, outline, strands } from "./flow_layout.js";
+import { FlowLayout, course, numberPoint, outline, strands } from "./flow_layout.js";
 import { clipped, flowAloud, verdictOf } from "./flow_words.js";
 import { signed, visible } from "./format.js";
 
@@ -55,7 +55,7 @@ export class FlowPicture {
     return this.view.nodes.get(id) ?? this.view.links.find((link) => link.id === id && link.isShown);
   }
 
-  // The place of a node or an edge, for the tooltip.
+  // The rectangle that a node or an edge is drawn in, for the tooltip.
   anchor(id) {
     return this.picture.querySelector(`.node[data-id="${id}"] .core, .link[data-id="${id}"] path`)?.getBoundingClientRect();
   }
@@ -193,7 +193,7 @@ export class FlowPicture {
     const isLong = link.y0 - link.y1 > 40 && (this.layout.isSparse || before?.kind !== "stay");
     if (link.kind === "stay" && !isLong) return null;
     const head = this.values.heads ? largestHead(link).replace(/ of .*/, "").replace(":", "") : "";
-    return svg("text", { class: "number", ...numberPlace(link, this.layout.width) }, signed(link.value), head && ` · ${head}`);
+    return svg("text", { class: "number", ...numberPoint(link, this.layout.width) }, signed(link.value), head && ` · ${head}`);
   }
 
   #answer(line) {
@@ -231,12 +231,12 @@ export class FlowPicture {
       const middle = y + height / 2;
       const numbers = end - layer === 1 ? layer : `${layer}–${end - 1}`;
       const isQuiet = !drawn.length;
-      const place = layout.bottom - ((layer + end) / 2) * cell;
+      const tick = layout.bottom - ((layer + end) / 2) * cell;
       return [
         text(isQuiet || isSlim ? middle + 4 : middle - 1, isSlim ? numbers : isQuiet ? `${numbers} · quiet` : `Layer ${numbers}`,
           isQuiet ? "quiet" : ""),
         !isQuiet && !isSlim && text(middle + 13, visible(graph.layers[layer].kind), "quiet"),
-        graph.isDeep && !isQuiet && svg("path", { class: "lead", d: `M11 ${place}C22 ${place} 16 ${middle} ${isSlim ? 24 : 36} ${middle}` }),
+        graph.isDeep && !isQuiet && svg("path", { class: "lead", d: `M11 ${tick}C22 ${tick} 16 ${middle} ${isSlim ? 24 : 36} ${middle}` }),
       ];
     };
     fill(this.gutter, text(27, isSlim ? "layer" : "answer ↑", "quiet", isSlim ? width - 4 : undefined), !isSlim && text(layout.bottom + 28, "text", "quiet"),

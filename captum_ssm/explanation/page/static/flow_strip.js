@@ -1,4 +1,4 @@
-// All tokens in their places, below the columns of those that carry flow; a click goes there.
+// All tokens in their order, below the columns of those that carry flow; a click goes there.
 import { fill, svg } from "./dom.js";
 import { abs, max, spot } from "./flow_graph.js";
 

@@ -16,9 +16,9 @@ export const layersNamed = (first, last) => (first === last ? `layer ${first}` :
 export const shareOf = (part, whole) => (part < 0 ? `−${percent(-part / whole)}` : percent(part / whole));
 const clippedToken = (text) => element("bdi", { class: "token" }, clipped(text));
 
-// A token with its place, since a text may hold it twice.
+// A token with its position, since a text may hold it twice.
 function wordAt({ tokens }, t, kind = "") {
-  return element("span", { class: `placed ${kind}` }, "“", clippedToken(tokens[t]), "”", element("small", {}, t));
+  return element("span", { class: `numbered ${kind}` }, "“", clippedToken(tokens[t]), "”", element("small", {}, t));
 }
 
 function layerNamed({ layers, isHybrid }, layer) {

@@ -90,7 +90,7 @@ export class Inset {
       ? [[cell % picture.columns, Math.floor(cell / picture.columns)]] : []));
     if (!cells.length) return null;
     const [[left, right], [top, bottom]] = [0, 1].map((axis) => cells.map((cell) => cell[axis]))
-      .map((places) => [Math.min(...places), Math.max(...places) + 1]);
+      .map((along) => [Math.min(...along), Math.max(...along) + 1]);
     return { x: left * across, y: top * down, width: (right - left) * across, height: (bottom - top) * down };
   }
 

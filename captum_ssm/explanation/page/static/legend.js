@@ -24,10 +24,10 @@ export class Legend {
     context.globalAlpha = clamp(40 / listed[0].relevance.order.length, 0.1, 0.75);
     for (const { relevance } of listed) {
       for (const part of relevance.order) {
-        const place = relevance.values[part] / limit;
-        const isBeyond = Math.abs(place) > 1.000001;
+        const share = relevance.values[part] / limit;
+        const isBeyond = Math.abs(share) > 1.000001;
         beyond += isBeyond;
-        const x = clamp(((place + 1) / 2) * width - 0.75, 0, width - 1.5);
+        const x = clamp(((share + 1) / 2) * width - 0.75, 0, width - 1.5);
         const top = isBeyond ? 0 : 8;
         context.fillRect(x, top, 1.5, height - BAND - top);
       }

@@ -187,13 +187,13 @@ class MapViewer {
       onpointermove: (event) => this.#move(event),
       onpointerup: () => this.#release(),
       onpointerleave: () => this.drag || this.#pointAt(-1, -1),
-      ondblclick: (event) => this.#zoom(2, ...this.#place(event)),
+      ondblclick: (event) => this.#zoom(2, ...this.#inMap(event)),
       onkeydown: (event) => this.#key(event),
     });
     this.canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
-      this.#zoom(Math.exp(-event.deltaY / 200), ...this.#place(event));
+      this.#zoom(Math.exp(-event.deltaY / 200), ...this.#inMap(event));
     }, { passive: false });
     this.node = element("div", { class: "viewer", hidden: true },
       element("header", {}, this.title,
@@ -313,14 +313,14 @@ class MapViewer {
     context.textAlign = "right";
     const count = grid.rows.length;
     const rows = spaced(count, this.down, this.top, this.height, [this.row, ...queries]);
-    for (const { k, place, isStrong } of rows) {
-      write(this.rowLabel(k), gutter - 13, place, isStrong, gutter - 16);
+    for (const { k, at, isStrong } of rows) {
+      write(this.rowLabel(k), gutter - 13, at, isStrong, gutter - 16);
     }
     const foot = Math.min(this.height, this.top + this.down * count) + 8;
     const columns = spaced(grid.columns, this.across, this.left, this.width, [this.#source()]);
-    for (const { k, place, isStrong } of columns) {
+    for (const { k, at, isStrong } of columns) {
       context.save();
-      context.translate(gutter + place + 3, foot);
+      context.translate(gutter + at + 3, foot);
       context.rotate(-Math.PI / 3);
       write(this.columnLabel(k), 0, 0, isStrong, 60);
       context.restore();
@@ -328,12 +328,12 @@ class MapViewer {
     // A triangle where each explained output is read: full for the first, empty for the second.
     context.fillStyle = context.strokeStyle = colors.ink;
     queries.forEach((row, k) => {
-      const place = this.top + (row + 0.5) * this.down;
-      if (row < 0 || place < 0 || place > this.height) return;
+      const y = this.top + (row + 0.5) * this.down;
+      if (row < 0 || y < 0 || y > this.height) return;
       context.beginPath();
-      context.moveTo(gutter - 9, place - 4);
-      context.lineTo(gutter - 3, place);
-      context.lineTo(gutter - 9, place + 4);
+      context.moveTo(gutter - 9, y - 4);
+      context.lineTo(gutter - 3, y);
+      context.lineTo(gutter - 9, y + 4);
       context.closePath();
       if (k) context.stroke();
       else context.fill();
@@ -352,9 +352,9 @@ class MapViewer {
     }
     const named = (k) => {
       const last = Math.min(example.tokens.length, (k + 1) * grid.pool) - 1;
-      const place = grid.pool > 1 ? `${k * grid.pool}–${last}` : `${k}`;
-      if (!example.tokens.length) return `token ${place}`;
-      return [token(example.text(k * grid.pool, last + 1)), ` (${place})`];
+      const numbers = grid.pool > 1 ? `${k * grid.pool}–${last}` : `${k}`;
+      if (!example.tokens.length) return `token ${numbers}`;
+      return [token(example.text(k * grid.pool, last + 1)), ` (${numbers})`];
     };
     const query = this.id === "out" ? ["output ", token(this.rowLabel(row))] : named(row);
     if (grid.isUnread(row, column)) {
@@ -380,7 +380,7 @@ class MapViewer {
     this.draw();
   }
 
-  #place(event) {
+  #inMap(event) {
     const box = this.canvas.getBoundingClientRect();
     return [event.clientX - box.left - this.gutter, event.clientY - box.top];
   }
@@ -405,7 +405,7 @@ class MapViewer {
       this.draw();
       return;
     }
-    const [x, y] = this.#place(event);
+    const [x, y] = this.#inMap(event);
     const column = Math.floor((x - this.left) / this.across);
     const row = Math.floor((y - this.top) / this.down);
     const { columns, rows } = this.grid;
@@ -458,7 +458,7 @@ class MapViewer {
 // What names of modules do not have in common: "layers.0.mixer" is layer 0.
 function distinct(names) {
   const parts = names.map((name) => name.split("."));
-  const isCommon = (place) => parts.every((part) => part.at(place) === parts[0].at(place));
+  const isCommon = (k) => parts.every((part) => part.at(k) === parts[0].at(k));
   if (names.length < 2) return names;
   let [start, end] = [0, 0];
   while (start < parts[0].length && isCommon(start)) start++;
@@ -475,10 +475,10 @@ function spaced(count, size, start, room, strong) {
   const others = range(Math.ceil(count / every)).map((k) => k * every);
   const found = [];
   for (const k of [...strong, ...others]) {
-    const place = start + (k + 0.5) * size;
-    const isFree = found.every((other) => Math.abs(other.place - place) >= LABEL - 0.5);
-    if (k < 0 || k >= count || place < 0 || place > room || !isFree) continue;
-    found.push({ k, place, isStrong: strong.includes(k) });
+    const at = start + (k + 0.5) * size;
+    const isFree = found.every((other) => Math.abs(other.at - at) >= LABEL - 0.5);
+    if (k < 0 || k >= count || at < 0 || at > room || !isFree) continue;
+    found.push({ k, at, isStrong: strong.includes(k) });
   }
   return found;
 }

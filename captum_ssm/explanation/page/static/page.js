@@ -172,8 +172,8 @@ class Page {
       this.set({ [key]: list[(at + step + list.length) % list.length] });
     };
     const quantile = (step) => {
-      const place = clamp(QUANTILES.indexOf(values.q) + step, 0, QUANTILES.length - 1);
-      this.set({ q: QUANTILES[place] });
+      const k = clamp(QUANTILES.indexOf(values.q) + step, 0, QUANTILES.length - 1);
+      this.set({ q: QUANTILES[k] });
     };
     return {
       m: () => next("m", this.data.methods.map((method) => method.name)),

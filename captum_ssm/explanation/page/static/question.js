@@ -42,7 +42,7 @@ export class Question {
   // A span of a whole answer.
   #ask(example, [first, end]) {
     fill(this.title, "Why ", quoted(abridged(example.text(first, end), HEADING_LETTERS)), "?");
-    const outputs = range(end - first).map((k) => example.outputs[example.places.get(first + k)])
+    const outputs = range(end - first).map((k) => example.outputs[example.outputAt.get(first + k)])
       .filter((output) => output?.role === "next");
     fill(this.facts, "The model gives ", element("b", {}, count(end - first, "token")), factsOf(example, outputs), ".");
   }

@@ -48,7 +48,7 @@ export class Reading {
     if (!example.isText) return [];
     const [first, end] = unit.bounds[part];
     const readAs = example.readAs(unit, part);
-    const isOutput = range(end - first).some((k) => example.places.has(first + k));
+    const isOutput = range(end - first).some((k) => example.outputAt.has(first + k));
     return [
       relevance.hidden.has(part) && part === relevance.own
         && "Hatched: the answer is read here, and the token reads itself.",
@@ -56,7 +56,7 @@ export class Reading {
         && "Solid line: the answer is read here.",
       relevance.hidden.has(part) && part !== relevance.own && "Hatched: hidden by choice.",
       readAs && `Wavy: the tokenizer does not know this word, so the model read ${visible(readAs)} in its place.`,
-      part > relevance.read && "Comes after the place where the answer is read.",
+      part > relevance.read && "Comes after the token where the answer is read.",
       isOutput && "Dotted: an explained output. Click to explain it.",
     ].filter(Boolean);
   }
@@ -66,12 +66,12 @@ export class Reading {
     if (!example.isText) return example.isImage
       ? `${unit.name}: ${example.placeName(unit, part)}` : example.placeName(unit, part);
     const [first, end] = unit.bounds[part];
-    const place = end - first > 1 ? `tokens ${first}–${end - 1}` : `token ${first}`;
+    const numbers = end - first > 1 ? `tokens ${first}–${end - 1}` : `token ${first}`;
     const called = unit.names[part] || example.turnOf(unit, part);
     const named = called ? `${visible(called)}, ` : "";
     return [
       token(shorter(example.partText(unit, part))),
-      element("span", { class: "quiet" }, ` ${named}${place}`),
+      element("span", { class: "quiet" }, ` ${named}${numbers}`),
     ];
   }
 }

@@ -5,7 +5,7 @@ import { element, fill, hasModifier, tableParts } from "./dom.js";
 import { count, percent, visible } from "./format.js";
 import { hostIsDark, themeButton, watchHost, writeAddress } from "./host.js";
 import { openPage } from "./page.js";
-import { differenceBars, placeColumns, shareBars } from "./report_bars.js";
+import { differenceBars, orderedColumns, shareBars } from "./report_bars.js";
 import { Cloud, pointTold } from "./report_cloud.js";
 import { LineList } from "./report_list.js";
 import { corpusSentence, reportFacts, slicedBy, sliceRow } from "./report_parts.js";
@@ -200,11 +200,11 @@ class ReportPage {
     fill(this.holder);
     if (row === "") return;
     const back = element("button", { type: "button", class: "action back", onclick: () => this.close() }, "← All examples");
-    const places = [this.texts, this.other].filter((texts) => texts.has(Number(row)));
-    const holders = places.map(() => element("div"));
+    const holding = [this.texts, this.other].filter((texts) => texts.has(Number(row)));
+    const holders = holding.map(() => element("div"));
     fill(this.holder, element("nav", { "aria-label": "Report" }, back), holders);
     scrollTo(0, 0);
-    const ends = await Promise.all(places.map((texts, k) => openPage(holders[k], texts.alone(Number(row)), { whole: false })));
+    const ends = await Promise.all(holding.map((texts, k) => openPage(holders[k], texts.alone(Number(row)), { whole: false })));
     this.disposed = () => ends.forEach((end) => end());
     back.focus();
   }
@@ -223,7 +223,7 @@ class ReportPage {
         + "orange where it mostly supports the answer, blue where it opposes it. At the right, in how many examples."));
     const places = Object.keys(PLACE_NAMES).filter((place) => data.shares[place]);
     this.places.show(places.map((value) => ({ value, content: PLACE_NAMES[value] })), values.place);
-    fill(this.columns, placeColumns(values.place, shares[values.place] ?? [], slice && data.shares[values.place], colors));
+    fill(this.columns, orderedColumns(values.place, shares[values.place] ?? [], slice && data.shares[values.place], colors));
     this.#drawSlices();
     this.#drawChange(find);
     this.#drawCards();

@@ -25,7 +25,7 @@ export function differenceBars(entries, words, choose) {
     const [left, right] = [Math.min(here, elsewhere), Math.max(here, elsewhere)];
     const marks = [styled("u", { left: ofWhole(left, top), width: ofWhole(right - left, top) }),
       styled("s", { left: ofWhole(elsewhere, top) }), styled("em", { left: ofWhole(here, top) })];
-    const called = placeName(kind, key);
+    const called = keyName(kind, key);
     const told = `${words[0]} ${percent(here)}, ${words[1]} ${percent(elsewhere)}; the difference is `
       + `${points(low)} to ${points(high)} points`;
     const found = element("button", { type: "button", class: "link token", "aria-label": `${called}: ${told}`,
@@ -37,13 +37,13 @@ export function differenceBars(entries, words, choose) {
 const points = (value) => `${value < 0 ? "−" : "+"}${(100 * Math.abs(value)).toFixed(1)}`;
 
 // What a key of a kind is called.
-export function placeName(kind, key) {
+export function keyName(kind, key) {
   if (kind === "tenth") return `${10 * key}–${10 * key + 10}% of the text`;
   return name(String(key));
 }
 
-// A column per place, in the order of places.
-export function placeColumns(kind, entries, reference, colors) {
+// A column per key, in the order of keys.
+export function orderedColumns(kind, entries, reference, colors) {
   const sorted = [...entries].sort(([a], [b]) => a - b).slice(0, 40);
   if (kind === "distance" || kind === "end") sorted.reverse();
   const all = new Map(reference?.map((entry) => [entry[0], entry[2]]));
@@ -51,26 +51,26 @@ export function placeColumns(kind, entries, reference, colors) {
   const columns = sorted.map(([key, examples, share, low, high, , leaning]) => {
     const bar = styled("i", { height: ofWhole(share, top), backgroundColor: colors.of(leaning || 1, 1.4).css });
     const mark = all.has(key) && styled("u", { bottom: ofWhole(all.get(key), top) });
-    const told = `${placeTold(kind, key)}: ${intervalTold(share, low, high, examples)}`
+    const told = `${keyTold(kind, key)}: ${intervalTold(share, low, high, examples)}`
       + `${all.has(key) ? `; of all examples ${percent(all.get(key))}` : ""}`;
     return element("li", { "data-tip": told, "aria-label": told }, element("span", { class: "column" }, bar, whisker(low, high, top, true), mark),
-      element("small", { class: "quiet" }, placeTick(kind, key)));
+      element("small", { class: "quiet" }, keyTick(kind, key)));
   });
   return element("ol", { class: "columns" }, columns);
 }
 
 const binned = (key) => (Math.abs(key) < 16 ? `${key}` : `${key}–${Math.sign(key) * (2 * Math.abs(key) - 1)}`);
 
-function placeTick(kind, key) {
+function keyTick(kind, key) {
   if (kind === "tenth") return `${10 * key}%`;
   return Math.abs(key) < 16 ? String(key).replace("-", "−") : `${String(key).replace("-", "−")}…`;
 }
 
-function placeTold(kind, key) {
+function keyTold(kind, key) {
   return {
-    tenth: () => placeName("tenth", key),
+    tenth: () => keyName("tenth", key),
     start: () => `${binned(key)} tokens after the first`,
     end: () => `${binned(key)} tokens before the last that is read`,
-    distance: () => (key < 0 ? `${binned(-key)} tokens after the place of the answer` : `${binned(key)} tokens before the place of the answer`),
+    distance: () => (key < 0 ? `${binned(-key)} tokens after the one that the answer is read from` : `${binned(key)} tokens before the one that the answer is read from`),
   }[kind]();
 }

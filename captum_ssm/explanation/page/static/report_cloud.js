@@ -1,4 +1,4 @@
-// All examples as points: those that look at the same words and places lie close together.
+// All examples as points: those that look at the same words, at the same parts of the text, lie close together.
 import { brush, element, range } from "./dom.js";
 import { name, percent } from "./format.js";
 
@@ -8,7 +8,7 @@ export class Cloud {
     this.canvas = element("canvas", { role: "img", "aria-label": "All examples as points; the list below has the same examples",
       onpointermove: (event) => point(this.#nearest(event), event), onpointerleave: () => point(null),
       onclick: (event) => { const line = this.#nearest(event); if (line) choose(line); } });
-    const [xs, ys] = [0, 1].map((k) => lines.map(({ place }) => place[k]));
+    const [xs, ys] = [0, 1].map((k) => lines.map((line) => line.point[k]));
     const scaled = (values) => {
       const [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
       return values.map((value) => (value - low) / (high - low || 1));

@@ -248,7 +248,7 @@ export class SeriesPanel extends CanvasPanel {
 
   steps(part) {
     const [steps, features] = this.example.size;
-    const [step, feature] = this.#place(part).map((place) => place ?? 0);
+    const [step, feature] = this.#place(part).map((index) => index ?? 0);
     const at = (step, feature) =>
       this.unit.of[clamp(step, 0, steps - 1) * features + clamp(feature, 0, features - 1)];
     return {

@@ -44,13 +44,13 @@ export class Settings {
     this.units.show(example.unitNames.map((value) =>
       ({ value, content: UNITS[value] ?? visible(value) })), values.u);
 
-    const places = example.outputs.map(({ position }) => position);
+    const positions = example.outputs.map(({ position }) => position);
     // An image, and an answer that all tokens are read for, has no single token that is read.
     this.own.node.hidden = (state.span && !example.whole.canFollow(state.span)) || example.outputs.every(({ position, readAt }) => position === null && readAt === null);
     this.own.show(!state.showsOwn);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
-    this.last.node.hidden = !example.prompt || example.isLabeled || places.includes(null) || state.span !== null ||
-      places.every((position) => position === example.prompt - 1);
+    this.last.node.hidden = !example.prompt || example.isLabeled || positions.includes(null) || state.span !== null ||
+      positions.every((position) => position === example.prompt - 1);
     this.last.show(!values.last);
     this.template.node.hidden = !example.turns;
     this.template.show(!values.template);

@@ -142,7 +142,7 @@ export class State {
     const span = !isPair && values.span && (whole?.span(values.span) ?? whole?.span(defaults.span));
     this.span = span || (outputs[this.pick.output].part ?? null);
     values.span = this.span ? this.span.join("-") : "";
-    if (this.isOneToken) this.pick = example.pick(String(example.places.get(this.span[0]))) ?? this.pick;
+    if (this.isOneToken) this.pick = example.pick(String(example.outputAt.get(this.span[0]))) ?? this.pick;
     if (!this.#hops.includes(values.hop)) values.hop = "0";
   }
 
@@ -158,7 +158,7 @@ export class State {
 
   // Whether the picked span is one token, which has answers of its own to choose from.
   get isOneToken() {
-    return Boolean(this.span) && this.span[1] - this.span[0] === 1 && this.example.places.has(this.span[0]);
+    return Boolean(this.span) && this.span[1] - this.span[0] === 1 && this.example.outputAt.has(this.span[0]);
   }
 
   get #hops() {

@@ -70,9 +70,9 @@ function balance({ example, unit, state }, method, relevance, pick, against) {
   const said = `${all}the explained score is ${signed(relevance.score)}.`;
   if (share < 1e-4) return said;
   const why = method.rest || "bias terms, constants of the model that read no input";
-  const place = share < LITTLE ? "" : `is given to no ${unit.name}: it `;
+  const missing = share < LITTLE ? "" : `is given to no ${unit.name}: it `;
   const much = share > 1 ? "" : ` (${percent(share)})`; // of a score near zero it tells nothing
-  return `${said} The missing ${signed(rest)}${much} ${place}comes from ${why}.`;
+  return `${said} The missing ${signed(rest)}${much} ${missing}comes from ${why}.`;
 }
 
 // Methods that compare with a baseline add up to what the score has above it, where they do.

@@ -159,10 +159,10 @@ export class TextPanel {
   reveal(part) {
     this.#fill(this.blockOf[part], true);
     const box = this.box.getBoundingClientRect();
-    const place = this.anchor(part);
-    if (!place) return;
-    if (place.top < box.top + 16 || place.bottom > box.bottom - 16) {
-      this.box.scrollTop += place.top - box.top - box.height / 2;
+    const anchor = this.anchor(part);
+    if (!anchor) return;
+    if (anchor.top < box.top + 16 || anchor.bottom > box.bottom - 16) {
+      this.box.scrollTop += anchor.top - box.top - box.height / 2;
     }
   }
 
@@ -232,9 +232,9 @@ export class TextPanel {
 
   // The outputs whose answers stand in this part.
   #outputs(part) {
-    const { places } = this.example;
+    const { outputAt } = this.example;
     const [first, end] = this.unit.bounds[part];
-    const outputs = range(end - first).map((k) => places.get(first + k));
+    const outputs = range(end - first).map((k) => outputAt.get(first + k));
     return outputs.filter((output) => output !== undefined);
   }
 

@@ -25,7 +25,7 @@ export class Tip {
     this.#end();
     fill(this.node, content);
     this.node.hidden = false;
-    this.#place(anchor, ceiling);
+    this.#moveTo(anchor, ceiling);
   }
 
   hide() {
@@ -52,7 +52,7 @@ export class Tip {
       const { word, tip } = node.dataset;
       fill(this.node, element("div", { class: "meaning" }, tip ?? meaning(word)));
       this.node.hidden = false;
-      this.#place(node.getBoundingClientRect(), Infinity);
+      this.#moveTo(node.getBoundingClientRect(), Infinity);
     }, delay);
   }
 
@@ -65,7 +65,7 @@ export class Tip {
     this.node.hidden = true;
   }
 
-  #place(anchor, ceiling) {
+  #moveTo(anchor, ceiling) {
     const page = this.root.getBoundingClientRect();
     const { width, height } = this.node.getBoundingClientRect();
     const middle = anchor.left + anchor.width / 2 - width / 2;

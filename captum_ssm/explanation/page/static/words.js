@@ -3,7 +3,7 @@
 
 export const WORDS = {
   outputs: ["Outputs", "Each token that was explained, with the probability that the model gave it. Choose one to see why it was given. Shift + click pins a second one as B."],
-  answers: ["Answers", "The likeliest answers at this place. Choose another one to see what supports it."],
+  answers: ["Answers", "The likeliest answers at this position. Choose another one to see what supports it."],
   bare: ["Gray answers", "They were not explained. explain(…, alternatives=5) explains the five likeliest; target= and against= explain one of your choice."],
   contrast: ["Contrast with", "Explains the difference of two scores: what makes the model prefer one answer to the other. What supports both cancels out."],
   picked: ["Explained", "Which part of the answer is explained: all of it, the reasoning, or what you pick in the text. The relevance of several tokens is the sum of theirs."],
@@ -45,7 +45,7 @@ export const WORDS = {
   paths: ["Paths to the answer", "The likeliest ways to the answer. The share of a path is the product of its steps’ shares of all that arrives for the answer, a first reading; edges are exact. Choose one to draw it in black and tell it in the sentence."],
   node: ["Node", "A token between two layers, as wide as its relevance. What arrives from below and what leaves upwards both add up to it."],
   edge: ["Edge", "What one token reads from another in a layer. A recurrence’s edge runs along its layer, as the state does from token to token; attention’s edge jumps."],
-  strip: ["All tokens", "Every token in its place, colored by the relevance of the input, and tied to its column. A frame shows which part is in view. Click to go there."],
+  strip: ["All tokens", "Every token at its position, colored by the relevance of the input, and tied to its column. A frame shows which part is in view. Click to go there."],
   examples: ["Examples", "Each text or picture that was explained, with the answer that is explained first. e and E step through the list."],
   find: ["Find", "Shows the examples whose text or name has these letters."],
   sort: ["Order", "As given, or by the probability of the explained answer."],
