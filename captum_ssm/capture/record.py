@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm.capture.embedded_ids import check_tables, warn_of_derived
@@ -99,6 +100,9 @@ def record(
     # The model may switch gradients off, or change in place what they need. Then it is run once
     # more, with that undone.
     recording = retry_with_copies(lambda: once(RunCuts(whole=whole)))
+    if recording.wiring is not None and recording.wiring.lacks_second:
+        with sdpa_kernel(SDPBackend.MATH):  # attention in functions with second derivatives
+            recording = retry_with_copies(lambda: once(RunCuts(whole=whole)))
     if recording.wiring is None and not gradients:
         with GradientsStayOn():
             recording = retry_with_copies(lambda: once(RunCuts(whole=False)))
@@ -209,7 +213,14 @@ def _with_wiring(
         score=score,
         in_grid=in_grid,
         mask=recording.mask,
+        decodes=recording.decodes,
     )
+    if wiring.refused is not None and recording.may_decode:
+        decoded = _with_wiring(replace(recording, is_decoder=True), cuts, entry)
+        if decoded.wiring is not None and (
+            not decoded.wiring.refused or decoded.wiring.lacks_second
+        ):
+            return decoded
     wiring = replace(wiring, structure=wiring.structure | recording.operations)
     # With a score they are looked at by its own gradients.
     known = known_of(request.module)

@@ -52,6 +52,8 @@ class Recording:
             Default: frozenset()
         ports (sequence of MixerCut, optional): where the mixers were cut off, by call, if they were
             and there is a score. Default: ()
+        is_decoder (bool, optional): whether it is known that the output's rows are tokens of a
+            decoder. Default: False
     """
 
     request: Request
@@ -65,6 +67,7 @@ class Recording:
     unruled: frozenset[str] = frozenset()
     operations: frozenset[Any] = frozenset()
     ports: Sequence[MixerCut] = ()
+    is_decoder: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,8 +106,26 @@ class Recording:
 
     @cached_property
     def is_language(self) -> bool:
-        """Whether the output is logits of tokens."""
-        return self.request.is_language_output(extract_logits(self.output))
+        """Whether the output is logits of the mixers' tokens."""
+        return self.request.is_language_output(extract_logits(self.output)) and not self.decodes
+
+    @cached_property
+    def decodes(self) -> bool:
+        """Whether the rows of the output are tokens of a decoder, which reads what mixers encode.
+
+        These are more than the mixers' tokens, or as many as another argument holds.
+        """
+        output, T = extract_logits(self.output), self.shape[1]
+        if self.is_decoder or output.dim() != 3:
+            return self.is_decoder
+        n = output.shape[1]
+        return n > T or (n < T and self.request.has_others(n))
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether the rows may be a decoder's tokens, of which there are as many as the mixers'."""
+        output, T = extract_logits(self.output), self.shape[1]
+        return not self.decodes and output.dim() == 3 and self.request.has_others(T)
 
     @property
     def entry(self) -> Tensor | None:

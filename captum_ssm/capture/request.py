@@ -31,7 +31,7 @@ from captum_ssm.capture.model import (
 )
 from captum_ssm.capture.randomness import one_run
 from captum_ssm.utils.captum_api import is_tuple
-from captum_ssm.utils.nested import same_values
+from captum_ssm.utils.nested import same_values, tensors_in
 
 # As in nnsight: True is the server of its configuration, a str another one's address.
 Remote: TypeAlias = bool | str
@@ -121,6 +121,11 @@ class Request:
     def by_ids(self) -> bool:
         """Whether the (first) input is token ids."""
         return not self.inputs[0].is_floating_point()
+
+    def has_others(self, count: int) -> bool:
+        """Whether an argument besides the first input holds a sequence of so many tokens."""
+        others = tensors_in((self.inputs[1:], self.positional, self.named))
+        return any(x.dim() > 1 and x.shape[1] == count for x in others)
 
     def is_language_output(self, output: Tensor) -> bool:
         """Whether an output is logits of tokens: ids came in, or a table has as many as it has."""

@@ -103,12 +103,13 @@ def balance(query: Sequence[Tensor], wiring: Wiring) -> Tensor:
 
 
 def check_rows(recording: Recording, rows: Tensor) -> None:
-    """Raise unless n rows of logits are those of the last n tokens, all ``rows (n,)`` zero."""
+    """Raise unless n rows of logits are those of the last n tokens, all ``rows`` zero."""
     if recording.is_language and _is_tokens(recording) and bool((rows != 0).any()):
         raise InputError(
             f"the model returns logits of {_returned(recording)} of its {recording.shape[1]} "
             "tokens, which are not the last ones; expected logits of all tokens or of the last "
-            "ones. Let forward_func return the logits of all, or a score of its own."
+            "ones. Let forward_func return the logits of all, or a score of its own, such as those "
+            "of one token of a decoder: lambda *args: model(*args)[:, i]."
         )
 
 
@@ -152,7 +153,7 @@ def _asked(recording: Recording, position: Any) -> Tensor:
 def _is_tokens(recording: Recording) -> bool:
     # A language model may return the logits of its last tokens only, but of no more than there are.
     tokens = recording.shape[1]
-    if extract_logits(recording.output).dim() != 3:
+    if recording.decodes or extract_logits(recording.output).dim() != 3:
         return False
     n = _returned(recording)
     return n == tokens or (recording.is_language and n < tokens)

@@ -181,7 +181,9 @@ class _Found:
                 # Clones, as the model may go on to change them in place.
                 self.firsts[type(module)] = map_tensors(torch.clone, visit.call())
 
-        paths = {module: path for path, module in self.model.named_modules()}
+        # A whole model around known mixers is none: it may attend to what they return.
+        start = int(any(map(find_adapter, self.model.modules())))
+        paths = {module: path for path, module in [*self.model.named_modules()][start:]}
         with (
             watch_modules(paths, before=enter, after=returned, ended=leave),
             OtherCalls(self._convolved, self._layered),
@@ -260,7 +262,9 @@ def _around_scans(
     mixers: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
     mixer_of: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     # After all scans, loops, and products with a matrix, which anything may compute.
-    for stack, function, length in sorted(scans, key=_weakness):
+    for stack, function, length in sorted(
+        scans, key=lambda s: (s[2] is not None, not is_loop(s[1]))
+    ):
         if not stack:
             continue
         inner, weak = stack[-1].module, length is not None
@@ -278,10 +282,6 @@ def _around_scans(
         if (mixer := mixer_of[inner]) is not None and not weak:
             mixers[mixer][1].add(function)
     return mixers
-
-
-def _weakness(scan: tuple[Any, Callable[..., Any], int | None]) -> tuple[bool, bool]:
-    return scan[2] is not None, not is_loop(scan[1])
 
 
 class _Trials:

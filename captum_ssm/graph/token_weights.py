@@ -290,6 +290,10 @@ def pulling(way: TokenWeights) -> Iterator[Callable[..., Tensor | None]]:
         yield pull
 
 
+class NoSecondDerivativeError(UnsupportedModelError):
+    """A function between mixers has no second derivative, as fused attention."""
+
+
 def pushed(way: TokenWeights, *directions: Tensor) -> list[Tensor]:
     """The derivatives of the root along ``directions`` of the leaf's shape, ``(T, E)`` each."""
     root = way.root
@@ -308,7 +312,7 @@ def pushed(way: TokenWeights, *directions: Tensor) -> list[Tensor]:
         except RuntimeError as error:
             if "not implemented" not in str(error):
                 raise
-            raise UnsupportedModelError(
+            raise NoSecondDerivativeError(
                 f"a function outside of the mixers cannot be differentiated twice ({error}), so it "
                 "is not known how strongly tokens read one another there; expected functions with "
                 "second derivatives, as torch.clamp(x / 6 + 0.5, 0, 1) for a hard sigmoid. Or use "

@@ -16,6 +16,7 @@ from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Deviation, Rebuilt
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.target import balance
 from captum_ssm.capture.tolerances import tolerances_of
 from captum_ssm.discovery.mixing import tokens_act
@@ -71,7 +72,7 @@ def supported(
     others = list(outside(request.module))
     frozen = _frozen(short, others)
     if target is None and frozen.live is not None:
-        target = likeliest(short, frozen.live.output)
+        target = likeliest(frozen.live)
     tried = {
         name: _problem(method(forward_func, owner), frozen, target)
         for name, method in progress(methods().items(), "methods")
@@ -143,12 +144,12 @@ def _mixing(frozen: FrozenModel) -> set[nn.Module]:
     return {call.module for call in frozen.others if tokens_act(call)}
 
 
-def likeliest(request: Request, output: Any) -> Any:
+def likeliest(recording: Recording) -> Any:
     """A target: the token, or class, that the model's output predicts for the first example."""
-    logits = extract_logits(output)
+    logits = extract_logits(recording.output)
     if logits.dim() < 2:
         return None
-    if logits.dim() == 3 and request.is_language_output(logits):
+    if logits.dim() == 3 and recording.is_language:
         return int(logits[0, -1].argmax())
     indices = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
     index = tuple(int(i) for i in indices)

@@ -19,7 +19,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import meetings, reaches_by_sums
 from captum_ssm.graph.relevance_rules import carrying
-from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
+from captum_ssm.graph.token_weights import NoSecondDerivativeError, Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.joined_streams import in_parts
 from captum_ssm.wiring.ledger import structure
@@ -44,6 +44,7 @@ def measure(
     score: Tensor | None = None,
     in_grid: bool = False,
     mask: Tensor | None = None,
+    decodes: bool = False,
 ) -> Wiring:
     """The wiring of the run that ``cuts`` was made for.
 
@@ -56,6 +57,7 @@ def measure(
         in_grid (bool, optional): whether it is known which token is which patch, so that the way
             from the input does not have to be measured. Default: False
         mask (Tensor, optional): ``(B, L)`` bool, False for padding. Default: None
+        decodes (bool, optional): whether the output's rows are tokens of a decoder. Default: False
     """
     end = at = None
     if output is not None and output.requires_grad and output.is_floating_point():
@@ -65,10 +67,11 @@ def measure(
     try:
         with cuts.measured():
             graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
-            wiring = _measured(graph, OutputReads(graph, at), mask)
+            wiring = _measured(graph, OutputReads(graph, at, decodes=decodes), mask)
     except UnsupportedModelError as error:
         count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
-        wiring = replace(sequence(count, tokens), refused=str(error))
+        lacks_second = isinstance(error, NoSecondDerivativeError)
+        wiring = replace(sequence(count, tokens), refused=str(error), lacks_second=lacks_second)
     ends = [*(port.entry for port in cuts.ports), end]
     nodes = (point.edge.node for point in ends if point is not None)
     return replace(wiring, structure=structure(nodes, is_cut=True))

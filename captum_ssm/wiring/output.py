@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm.graph.points import Point
+from captum_ssm.graph.points import Point, gradients
 from captum_ssm.graph.relevance_rules import goes_through_activation
 from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.wiring.inputs import portions
@@ -29,15 +29,17 @@ class OutputReads:
         graph (MixerGraph): the run; its output becomes the pool.
         score (Point, optional): an entry of the output, where the tokens that it is read from are
             asked for, not those of the whole output.
+        decodes (bool, optional): whether the output's rows are tokens of a decoder. Default: False
 
     Attributes:
         pool (Point): the tokens in which all that a pooled output reads comes together; None where
             there are none, or the output holds tokens itself.
     """
 
-    def __init__(self, graph: MixerGraph, score: Point | None) -> None:
+    def __init__(self, graph: MixerGraph, score: Point | None, *, decodes: bool = False) -> None:
         self.graph, self.score, self.output = graph, score, graph.entries[graph.end]
         self.root = self.output if score is None else score
+        self.decodes = decodes
         self.pool: Point | None = None
         # How strongly a pooled output reads what goes around these tokens, by mixer: (T,).
         self._left: dict[int, Tensor] = {}
@@ -54,9 +56,9 @@ class OutputReads:
         point, graph = self.output, self.graph
         if point is None or self.pool is not None:
             return True
-        last = [graph.exits[i].tokens for i in graph.direct[graph.end]]
-        shape = point.shape
-        return len(shape) == 3 and shape[0] == graph.batch and point.tokens in last
+        if self.decodes or len(point.shape) != 3 or point.shape[0] != graph.batch:
+            return False
+        return point.tokens in [graph.exits[i].tokens for i in graph.direct[graph.end]]
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +73,8 @@ class OutputReads:
         last = max(read)
         some = [tensor for tensor in held[last][1:] if tensor.holds_all_of(graph.exits[last])]
         for tensor in sorted(reversed(some), key=lambda tensor: not tensor.is_permuted):
-            if not self._left_over([tensor]):
+            holds_all = read <= graph.cut.read_by(tensor.point.edge)
+            if holds_all and not self._left_over([tensor]):
                 self.pool = tensor.point
                 return
         pool = some[-1] if len(read) == 1 and some and some[-1].is_permuted else None
@@ -213,11 +216,20 @@ class OutputReads:
         leaf, T = graph.exits[graph.end - 1], graph.tokens(graph.end - 1)
         if root is None or len(root.shape) != 3 or root.shape[1] >= T:
             return None
-        source = source_of(root, leaf, graph.batch)
-        if source is None:
-            return None
-        n = root.shape[1]
-        return source[:n] - torch.arange(T - n, T)
+        source, n = source_of(root, leaf, graph.batch), root.shape[1]
+        if source is not None:
+            return source[:n] - torch.arange(T - n, T)
+        ends = torch.tensor([0, n - 1])
+        mostly = [self._read_most(root, leaf, int(row)) for row in ends]
+        return torch.tensor(mostly) - (T - n + ends)
+
+    def _read_most(self, root: Point, leaf: Point, row: int) -> int:
+        # The token that a row of the output reads most, in the first example.
+        seed = root.noise().view(root.shape)
+        seed = seed * (torch.arange(root.shape[1], device=seed.device) == row)[:, None]
+        (gradient,) = gradients([root], [root.flat(seed)], [leaf])
+        sizes = leaf.noise()[:, 0] * 0 if gradient is None else gradient.norm(dim=1)
+        return int(sizes.view(self.graph.batch, -1)[0].argmax())
 
     def unknown(self) -> str | None:
         """What mixes tokens after the last mixers, before a score; empty where it is linear."""

@@ -156,10 +156,10 @@ class Wiring:
             sequences is this one of its step's tokens.
         readout (list of Tensor): by read of the output, ``(B, T)``: the shares in which a pooled
             output reads the tokens, or None.
-        neighbor_share (float, optional): the largest share that tokens read from one another
-            between two mixers. Default: 0.0
+        neighbor_share (float, optional): the most that tokens read of others there. Default: 0.0
         is_far (bool, optional): whether they read others than their neighbors so. Default: False
         refused (str, optional): why no map through the layers can be made. Default: None
+        lacks_second (bool, optional): whether for lack of a second derivative. Default: False
         inputs (tuple of InputMap, optional): by input of the model, how its entries make up tokens.
             Default: (), where that was not measured
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
@@ -167,8 +167,7 @@ class Wiring:
         main (int, optional): how many of the reads of the output, the first ones, come through the
             last mixers; the others go around them. Default: 1
         unheld (str, optional): what goes around them, in words. Default: None
-        rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
-            how far each is from the position that it has among the last n. Default: None
+        rows (Tensor, optional): how far fewer rows are from the last tokens. Default: None
         unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
         gates (str, optional): those whose results only multiply others, as a gate. Default: None
         joins_examples (bool, optional): whether examples act on one another. Default: False
@@ -182,6 +181,7 @@ class Wiring:
     neighbor_share: float = 0.0
     is_far: bool = False
     refused: str | None = None
+    lacks_second: bool = False
     inputs: tuple[InputMap, ...] = ()
     unknown: str | None = None
     main: int = 1
