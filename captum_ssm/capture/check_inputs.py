@@ -27,7 +27,7 @@ _OF_LANGUAGE = (
     "of a floating dtype"
 )
 # Where a tokenizer's or an image processor's output holds the input itself.
-_INPUT_NAMES = ("input_ids", "inputs_embeds", "pixel_values")
+INPUT_NAMES = ("input_ids", "inputs_embeds", "pixel_values")
 
 
 def split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:
@@ -35,11 +35,11 @@ def split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:
     if not isinstance(inputs, Mapping):
         return inputs, extra
     named = dict(inputs)
-    name = next((n for n in _INPUT_NAMES if n in named), None)
+    name = next((n for n in INPUT_NAMES if n in named), None)
     if name is None:
         raise TypeError(
             f"inputs is a {type(inputs).__name__} of {sorted(map(str, named))}; expected one of "
-            f"{', '.join(_INPUT_NAMES)} in it, as a tokenizer returns."
+            f"{', '.join(INPUT_NAMES)} in it, as a tokenizer returns."
         )
     if extra is not None and not isinstance(extra, dict):
         raise TypeError(

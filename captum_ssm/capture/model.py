@@ -178,9 +178,9 @@ def input_embeddings(model: nn.Module) -> Any:
 
 
 def extract_logits(output: Any) -> Tensor:
-    """The tensor a model returns: itself, its ``logits``, or the first tensor it holds.
+    """The tensor a model returns: itself, its ``logits``, or the first of floats that it holds.
 
-    A loss, which has no axes, is passed over.
+    A loss, which has no axes, is passed over; without floats it is the first tensor.
     """
     if torch.is_tensor(output) and output.dim():
         return output
@@ -189,9 +189,10 @@ def extract_logits(output: Any) -> Tensor:
     if torch.is_tensor(logits):
         return logits
     if is_dict or isinstance(output, (tuple, list)):
-        for value in output.values() if is_dict else output:
-            if torch.is_tensor(value) and value.dim():
-                return value
+        values = output.values() if is_dict else output
+        tensors = [value for value in values if torch.is_tensor(value) and value.dim()]
+        if tensors:
+            return next((x for x in tensors if x.is_floating_point()), tensors[0])
     kind = "tensor without axes" if torch.is_tensor(output) else type(output).__name__
     raise TypeError(
         f"forward_func returned a {kind}; expected a tensor of one row per example, a ModelOutput "

@@ -84,7 +84,7 @@ class Recording:
         """
         inputs = self.request.inputs[0]
         B, L = inputs.shape[:2] if inputs.dim() < 4 else self.shape
-        mask = self.arguments.get("attention_mask")
+        mask = {**self.request.named, **self.arguments}.get("attention_mask")
         if not torch.is_tensor(mask):
             masks = (call.token_mask() for call in self.calls)
             mask = next((m for m in masks if m is not None), None)
@@ -113,13 +113,15 @@ class Recording:
     def decodes(self) -> bool:
         """Whether the rows of the output are tokens of a decoder, which reads what mixers encode.
 
-        These are more than the mixers' tokens, or as many as another argument holds.
+        These are more than the mixers' tokens, or as many as another argument holds and the first
+        input does not.
         """
         output, T = extract_logits(self.output), self.shape[1]
         if self.is_decoder or output.dim() != 3:
             return self.is_decoder
-        n = output.shape[1]
-        return n > T or (n < T and self.request.has_others(n))
+        n, request = output.shape[1], self.request
+        is_other = n not in request.inputs[0].shape[1:2] and request.has_others(n)
+        return n > T or (n < T and is_other)
 
     @property
     def may_decode(self) -> bool:

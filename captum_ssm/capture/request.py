@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from captum_ssm.capture.arguments import check_names
 from captum_ssm.capture.check_inputs import (
+    INPUT_NAMES,
     check_inputs,
     check_together,
     extra_arguments,
@@ -82,6 +83,7 @@ class Request:
             check_names(unwrap(forward_func), extra)
         parts = inputs if is_tuple(inputs) else (inputs,)
         if len(parts) == 1:
+            forward_func = _taking_whole(forward_func, parts[0])
             only, extra = split_encoding(parts[0], extra)
             parts = (only,)
         tensors = tuple(usable(check_inputs(part, model)) for part in parts)
@@ -238,7 +240,7 @@ class Request:
         mine, theirs = (
             (request.inputs, request.positional, request.named) for request in (self, other)
         )
-        return self.forward_func is other.forward_func and same_values(mine, theirs)
+        return self.forward_func == other.forward_func and same_values(mine, theirs)
 
     def _module_arguments(
         self, module: nn.Module, inputs: tuple[Tensor, ...]
@@ -253,6 +255,25 @@ class Request:
         # Embeddings go where a language model takes them, not where it takes ids.
         by_name = dict(zip(names[1:], self.positional, strict=False))
         return (), {"inputs_embeds": inputs[0], **by_name, **named}
+
+
+@dataclass(frozen=True)
+class _TakingWhole:
+    # Gives a model the dict that its forward takes whole, of an input and arguments by name.
+    model: nn.Module
+    name: str
+
+    def __call__(self, tensor: Tensor, **named: Any) -> Any:
+        return self.model({self.name: tensor, **named})
+
+
+def _taking_whole(forward_func: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+    # A batch, as a tokenizer returns it, goes to a model whose forward takes one argument, whole.
+    if not (isinstance(inputs, Mapping) and isinstance(forward_func, nn.Module)):
+        return forward_func
+    names = [name for name in INPUT_NAMES if name in inputs]
+    is_one = len(parameter_names(forward_func)) == 1 < len(inputs)
+    return _TakingWhole(forward_func, names[0]) if is_one and names else forward_func
 
 
 def _copied(value: Any) -> Any:

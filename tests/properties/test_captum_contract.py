@@ -327,6 +327,26 @@ def test_a_tokenizers_whole_output(method, tokenizer):
         method(model).attribute(taken, 4, (None,))
 
 
+class TakesABatch(nn.Module):
+    """A model whose forward takes a tokenizer's output whole, and adds its results to it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch):
+        return {**batch, "scores": self.inner(**batch).logits}
+
+
+@each_method
+def test_a_tokenizers_output_that_forward_takes_whole(method, tokenizer):
+    model = tiny()
+    encoding = tokenizer(["w3 w4 w5 w6", "w7 w8"], return_tensors="pt", padding=True)
+    taken = {k: encoding[k] for k in ("input_ids", "attention_mask")}
+    truth = method(model).attribute(taken, target=4)
+    assert_close(method(TakesABatch(model)).attribute(taken, target=4), truth)
+
+
 @pytest.mark.parametrize("method", [RawAttention, MambaRollout])
 def test_a_frozen_method_wants_the_same_arguments(method):
     mask = torch.ones(2, 7, dtype=torch.long)
