@@ -7,7 +7,14 @@ import torch
 from methods import MAPS, METHODS, assert_close
 from three_mixers import after, rollout, tokens, warnings_of_relevance, with_forward
 
-from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, supported
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    UnsupportedModelError,
+    supported,
+)
 
 
 def read_by(m, h):
@@ -46,6 +53,13 @@ def test_a_mixer_that_is_only_a_gate_is_said():
         assert said.startswith("what b returned is only a gate of what others hold")
     assert not warnings_of_relevance(model, tokens(), MambaLRP)
     assert "b returned is only a gate" in supported(model, tokens()).between
+
+
+@pytest.mark.filterwarnings("ignore:what .* is only a gate")
+def test_latim_needs_a_stream_that_the_score_reads_as_more_than_a_gate():
+    model = with_forward(lambda m, x: m.head(x * torch.sigmoid(m.gate(m.towards(x))))[:, -1])
+    with pytest.raises(UnsupportedModelError, match="leads on to the score"):
+        LaTIM(model).attribute(tokens(), target=1)
 
 
 @pytest.mark.parametrize("output", [torch.softmax, torch.log_softmax, lambda y, _: y.sigmoid()])
