@@ -132,7 +132,7 @@ class MixerGraph:
                 f"{self.name(lost[0])} is given tokens that do not come from the input ({calls}), "
                 "but from constants (a learned sequence, zeros, as in the branch without a "
                 "condition of classifier-free guidance) or by a way that cannot be differentiated "
-                "(generate(), torch.no_grad()), or from an argument that is not explained; expected "
+                "(generate(), torch.no_grad()), or from an argument that is not an input; expected "
                 "a forward_func that runs the model once, on the inputs. Explain that argument too "
                 "(inputs=(x, other)), give it the branch that reads the inputs, or use MambaLRP, "
                 "which goes through the model's own graph."

@@ -7,6 +7,7 @@ import torch
 from families import build
 from models import VOCABULARY, WORDS, Slow, ids, tiny, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 from vision_models import vim
 
@@ -329,6 +330,22 @@ def test_maps_are_those_of_the_library(model, tokenizer):
         assert (vectors.layers[name] == own.numpy()).all()
     (only,) = explain(model, tokenizer, TEXT, maps=True, layers=-1).examples[0].maps
     assert list(only.layers) == list(expected)[-1:]
+
+
+class OfTwoTexts(nn.Module):
+    """A model that takes another text too."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids, other):
+        return self.inner(input_ids).logits + self.inner(other).logits
+
+
+def test_a_model_that_takes_more_than_a_text_is_refused(model, tokenizer):
+    with pytest.raises(InputError, match=r"OfTwoTexts .* forward takes input_ids.*says: .*'other'"):
+        explain(OfTwoTexts(model), tokenizer, "w3 w4 w5")
 
 
 def test_what_does_not_fit_is_refused_before_it_is_computed(model, tokenizer):

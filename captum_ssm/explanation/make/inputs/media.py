@@ -199,7 +199,7 @@ def check_ids(ids: Tensor, model: nn.Module, media: Media | None) -> None:
 
 @contextmanager
 def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> Iterator[None]:
-    """Say what was given, where a model does not take images or sound with a text.
+    """Say what was given, where a model does not take a text, or images or sound with it.
 
     Raises:
         InputError: in place of what the model raises.
@@ -207,8 +207,10 @@ def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> It
     try:
         yield
     except RAISED as error:
-        if media is None or isinstance(error, InputError):
+        if isinstance(error, InputError) or (media is None and isinstance(error, RuntimeError)):
             raise
+        if media is None:
+            raise _no_model_of_text(model, ids, error) from error
         kinds = placeholders(model)
         counts = {kind: int((ids == token_id).sum()) for token_id, kind in kinds.items()}
         shown = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if count)
@@ -223,3 +225,12 @@ def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> It
             "the images or sound that are given, and no others. The model says: "
             f"{first_line(error)}"
         ) from error
+
+
+def _no_model_of_text(model: nn.Module, ids: Tensor, error: Exception) -> InputError:
+    return InputError(
+        f"{type(model).__name__} does not take this text, ids of shape {tuple(ids.shape)}, as it "
+        "was given; expected a model whose forward takes input_ids, and attention_mask if any. "
+        "Wrap one that takes more, or takes them in another form, in a module that takes these. "
+        f"The model says: {first_line(error)}"
+    )
