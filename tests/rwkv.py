@@ -104,6 +104,27 @@ class NormedByFunction(TimeMix):
         return F.group_norm(y, norm.num_groups, norm.weight, norm.bias, norm.eps)
 
 
+class ReadFromItsSteps(TimeMix):
+    """RWKV-7 whose loop has no names that are known, and which adds its normed input up itself."""
+
+    def __init__(self, width: int = 2 * WIDTH) -> None:
+        super().__init__(width)
+        self.before = nn.LayerNorm(width)
+
+    def scan(self, *parts):
+        out, columns = torch.empty_like(parts[0]), [apart(x)[..., None] for x in parts]
+        memory = torch.zeros(len(out), out.shape[2] // WIDTH, WIDTH, WIDTH)
+        for t in range(out.shape[1]):
+            reads, slow, key, value, lost, added = (x[:, t] for x in columns)
+            kept = torch.exp(-torch.exp(slow))
+            memory = memory * kept.mT + memory @ lost @ added.mT + value @ key.mT
+            out[:, t] = (memory @ reads).flatten(1)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(self.before(x))
+
+
 class SpatialMix(nn.Module):
     """Vision-RWKV: a quarter of the channels comes from each neighbor of a patch."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,7 @@ class Recording:
     def shape(self) -> tuple[int, int]:
         """(B, L), the tokens that the last mixer works on."""
         B = self.request.batch
-        return B, self.calls[-1].output.shape[:-1].numel() // B
+        return B, math.prod(self.calls[-1].output.shape[:-1]) // B
 
     @cached_property
     def mask(self) -> Tensor | None:

@@ -36,7 +36,8 @@ class OwningEdge(GradientEdge):
 
 def edge_of(x: Tensor) -> GradientEdge:
     """Where a tensor that requires a gradient came from, to be kept without the tensor."""
-    edge = get_gradient_edge(x)
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass's view is a copy of its own class
+        edge = get_gradient_edge(x)
     if len(edge) > 2 or not isinstance(edge.node, torch._C._FunctionBase):
         return edge
     owning = OwningEdge(*edge)

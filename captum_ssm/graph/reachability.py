@@ -16,6 +16,7 @@ FACTORS = ("Mul", "Div")
 _AXES = ("Transpose", "T0", "Permute", "Squeeze", "Unsqueeze")
 VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", *_AXES)
 KEEPING = ("Add", *VIEWS)
+JOINS, PARTS = ("Stack", "Cat"), ("Select", "Slice", "Unbind", "Split")
 
 
 def dependencies(later: Sequence[Point | None], earlier: Sequence[Point]) -> list[frozenset[int]]:
@@ -166,9 +167,24 @@ def is_closed(later: Tensor, tensors: Collection[Tensor], parameters: Collection
 
 
 def before_view(point: Point) -> Point | None:
-    """What a tensor is a view or a copy of, its channels last; None where it is computed."""
-    node = point.edge.node
-    inputs = [GradientEdge(n, k) for n, k in node.next_functions if n is not None]
-    if len(inputs) != 1 or not node.name().startswith(VIEWS):
+    """What a tensor is a view or a copy of, or is put together of views of, its channels last.
+
+    None where it is computed.
+    """
+    inputs, name = [*inputs_of(point.edge.node)], point.edge.node.name()
+    if name.startswith(VIEWS) and len(inputs) == 1:
+        return Point.at(inputs[0])
+    if not inputs or not name.startswith(JOINS):
         return None
-    return Point.at(inputs[0])
+    first, *others = (_viewed(edge) for edge in inputs)
+    shared = (key for key in first if all(key in other for other in others))
+    return next((Point.at(GradientEdge(*key)) for key in shared), None)
+
+
+def _viewed(edge: GradientEdge) -> list[tuple[Node, int]]:
+    # What a tensor is a part or a view of, by node and output, itself first.
+    viewed = [(edge.node, edge.output_nr)]
+    while edge.node.name().startswith((*VIEWS, *PARTS)):
+        (edge,) = inputs_of(edge.node)
+        viewed.append((edge.node, edge.output_nr))
+    return viewed

@@ -4,6 +4,8 @@ The truth is the module's own code, run on one impulse per token in place of its
 queries and keys held.
 """
 
+import copy
+
 import pytest
 import torch
 import wild
@@ -209,3 +211,46 @@ def test_a_sum_of_features_is_none_of_tokens():
 
     with pytest.raises(UnsupportedModelError):
         freeze_measured(recorded(Low(), torch.randn(2, 12, WIDTH)))
+
+
+class OwnShape(torch.Tensor):
+    """As some models of images make them, for kernels that take no ``torch.Size``."""
+
+    @property
+    def shape(self):
+        return tuple(map(int, super().shape))
+
+
+class OverAnImage(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x):
+        return self.conv(super().forward(x).mT.unflatten(-1, (3, -1))).flatten(2).mT
+
+
+class OfAnImage(FromTheRight):
+    made = staticmethod(torch.Tensor.clone)
+
+    def __init__(self):
+        super().__init__(of_all_tokens)
+        self.value = OverAnImage()
+
+    def forward(self, x):
+        return super().forward(self.made(x))
+
+
+class MakesItsOwn(OfAnImage):
+    made = OwnShape
+
+
+def test_tensors_of_a_class_with_a_shape_of_its_own():
+    model = wild.Stack(MakesItsOwn(), MakesItsOwn(), width=WIDTH).eval()
+    plain = copy.deepcopy(model)
+    for layer in plain.layers:
+        layer.__class__ = OfAnImage
+    x = torch.randn(1, 12, WIDTH)
+    for method in (MambaLRP, LaTIM):
+        found, expected = (method(m).attribute(x, target=(6, 1)) for m in (model, plain))
+        torch.testing.assert_close(found, expected)

@@ -10,6 +10,7 @@ from proofs import proven
 from rwkv import (
     WIDTH,
     NormedByFunction,
+    ReadFromItsSteps,
     SpatialMix,
     TimeMix,
     run_rwkv5,
@@ -107,6 +108,32 @@ def test_keys_too_large_for_exponents_stay_finite():
 @pytest.fixture
 def time_mix():
     return stack(TimeMix(), TimeMix())
+
+
+class Plain(nn.Module):
+    """Blocks that add their tokens themselves, or a mixer's, and a head."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(D, 5, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Known(nn.Module):
+    """What a :class:`ReadFromItsSteps` computes, of a mixer whose scan is known."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.before, self.mixer = block.before, TimeMix()
+        parts = {k: v for k, v in block.state_dict().items() if not k.startswith("before")}
+        self.mixer.load_state_dict(parts)
+
+    def forward(self, x):
+        return x + self.mixer(self.before(x))
 
 
 def given(width=D, tokens=9):
@@ -223,3 +250,16 @@ def test_reads_neighbors(offsets, is_near):
         return strength
 
     assert token_shift._reads_neighbors(strength_of, 16) is is_near
+
+
+@pytest.mark.filterwarnings("ignore:.*token shift")
+@each_method
+def test_steps_are_read_where_values_are_added_after_a_norm(method):
+    blocks = [ReadFromItsSteps(), ReadFromItsSteps()]
+    model, known = Plain(*blocks).eval(), Plain(*map(Known, blocks)).eval()
+    known.head = model.head
+    x = given(tokens=6)
+    torch.testing.assert_close(model(x), known(x))
+    where = {} if method not in OF_A_TARGET else {"target": (5, 3)}
+    found, expected = (method(m).attribute(x, position=5, **where) for m in (model, known))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,7 @@ class Convolution:
         bias = psi.new_zeros(len(channels)) if added is None else added
         psi = psi + bias
         bias = bias if conv.bias is None else bias + conv.bias[channels]
-        enters = input_positions(rerun, conv.point, position // conv.leaf.shape[2:].numel())
+        enters = input_positions(rerun, conv.point, position // math.prod(conv.leaf.shape[2:]))
         inputs = conv.point.flat(conv.inputs)[enters][..., channels]
         order, center, grid = _geometry(rerun, conv, enters, position)
         return cls(
@@ -206,10 +207,10 @@ def own_positions(rerun: Rerun, conv: CutConv) -> Tensor:
     if conv.point is None or conv.inputs.shape[0] != B:
         raise rerun.refused("a convolution does not run over all tokens of one example")
     example = torch.arange(B, device=conv.leaf.device)[:, None]
-    size = here.numel()
+    size = math.prod(here)
     enters = input_positions(rerun, conv.point, example.expand(B, rerun.L)) % size
     if here == there or (len(here) == 1 and there[0] != rerun.L and there[0] >= size):
-        return example * there.numel() + enters
+        return example * math.prod(there) + enters
     if len(here) == 1 and there[0] == rerun.L:
         return example * rerun.L + enters - enters.amin(1, keepdim=True)
     raise rerun.refused("a convolution's tokens are not those of the scan")
@@ -230,7 +231,7 @@ def _geometry(
             raise rerun.refused("a convolution's tokens are shifted against the scan's")
         return order, (int(offset[0, 0]),), None
     odd = all(k % 2 and pad == k // 2 for k, pad in zip(kernel, conv.padding, strict=True))
-    same = torch.equal(enters, leaves) and here == there and here.numel() == rerun.L
+    same = torch.equal(enters, leaves) and here == there and math.prod(here) == rerun.L
     if not odd or not same:
         raise rerun.refused("a convolution over the image is not centered on its tokens")
     return order, (kernel[0] // 2, kernel[1] // 2), (int(here[0]), int(here[1]))

@@ -7,6 +7,7 @@ What is left acts on each token by itself, so that gradients say which token is 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -368,7 +369,7 @@ def is_depthwise(func: Any, args: Any, kwargs: Any) -> bool:
     )
     plain = _is_only(stride, 1) and _is_only(dilation, 1)
     each = groups == weight.shape[0] and x.dim() == weight.dim() and x.shape[1] == groups
-    return plain and each and weight.shape[2:].numel() > 1
+    return plain and each and math.prod(weight.shape[2:]) > 1
 
 
 def _is_of_one_tap(func: Any, args: Any, kwargs: Any) -> bool:
@@ -379,7 +380,7 @@ def _is_of_one_tap(func: Any, args: Any, kwargs: Any) -> bool:
         ("weight", "stride", "padding", "groups"), args, kwargs
     )
     bare = padding in ("valid", "same") or _is_only(padding, 0)
-    return groups in (None, 1) and _is_only(stride, 1) and bare and weight.shape[2:].numel() == 1
+    return groups in (None, 1) and _is_only(stride, 1) and bare and math.prod(weight.shape[2:]) == 1
 
 
 def _is_only(value: Any, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,7 +95,7 @@ class Direction:
 
         Tokens that are laid side by side have one number.
         """
-        numbers = torch.full((self.cut.leaf.shape[:2].numel(),), -1, device=self.order.device)
+        numbers = torch.full((math.prod(self.cut.leaf.shape[:2]),), -1, device=self.order.device)
         at = self.positions
         count = torch.arange(at[:, 0].numel(), device=at.device)
         numbers[at.flatten()] = count.view(len(at), 1, -1).expand_as(at).flatten()

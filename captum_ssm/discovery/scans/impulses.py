@@ -8,6 +8,7 @@ times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ def measurable_values(call: FunctionCall, returned: Tensor) -> str | None:
         return None
     if v.shape[-1] != returned.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         return None
-    numbers = returned.shape[:-1].numel() * max(returned.shape[1:-1])
+    numbers = math.prod(returned.shape[:-1]) * max(returned.shape[1:-1])
     return names[2] if q.shape[:-1] == returned.shape[:-1] and numbers <= LARGEST else None
 
 

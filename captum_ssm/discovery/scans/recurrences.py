@@ -205,7 +205,7 @@ class _Loop:
 
     def _by_token(self, of_steps: Sequence[Tensor]) -> Tensor:
         # What steps made, (B, ...) each, as one (B, L, D); (B, L, 2, D) of complex numbers.
-        x = torch.stack([*of_steps], 1).flatten(2)[:, self._step_of]
+        x = torch.stack([of_steps[step] for step in self._step_of], 1).flatten(2)
         return torch.stack([x.real, x.imag], 2) if x.is_complex() else x
 
     @property

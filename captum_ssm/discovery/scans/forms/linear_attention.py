@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -53,7 +54,7 @@ def linear_attention(
         write = key * (beta[..., None] if beta.dim() == 3 else beta).to(key)
     erased = {} if beta is None else {"erase": write, "probe": key}
     to_itself = None
-    if bonus is not None and bonus.numel() == query.shape[2:].numel():
+    if bonus is not None and bonus.numel() == math.prod(query.shape[2:]):
         to_itself = (query * key * bonus.to(query).reshape(query.shape[2:])).sum(-1)
     scales = (query.shape[-1] ** -0.5, 1.0) if heads.scale is None else (heads.scale,)
     for factor, log_decay in product(scales, log_decays(decay, query)):
@@ -87,7 +88,7 @@ def transition(heads: Heads, decay: Tensor, read: Tensor, write: Tensor) -> Iter
 def mlstm(heads: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Candidate]:
     """xLSTM's mLSTM; the gates i and f before their activations."""
     shape = heads.q.shape[:3]
-    if i.shape != f.shape or i.numel() != shape.numel():
+    if i.shape != f.shape or i.numel() != math.prod(shape):
         return
     gates = (t.to(heads.q).reshape(shape) for t in (i, f))
     operator, _ = mlstm_operator(heads.q, heads.k, *gates, width=heads.v.shape[-1], eps=eps)

@@ -6,6 +6,7 @@ channel (minGRU, RG-LRU).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -291,7 +292,7 @@ def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | 
         operator=operator,
         values=x.flatten(2),
         layouts=("BLHP",),
-        skip=per_channel(D, x.shape[2:].numel()),
+        skip=per_channel(D, math.prod(x.shape[2:])),
         gates=_gates(None if z is None else z.flatten(2)),
     )
 
