@@ -244,7 +244,7 @@ def check_reconstruction(
         elif (wider := _again_in_wider_dtype(call, mask)) is not None:
             dtype, (errors, tolerance) = WIDER[dtype], wider
             if errors.within(tolerance):
-                known_of(call.module).right = _state_of(call.module)
+                known_of(call.module).right = state_of(call.module)
     if not errors.within(tolerance):
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not reproduce its "
@@ -320,11 +320,11 @@ def _again(
 
 
 def _is_sure(module: nn.Module) -> bool:
-    return bool(known_of(module).right == _state_of(module))
+    return bool(known_of(module).right == state_of(module))
 
 
-def _state_of(module: nn.Module) -> Any:
-    # What a mixer computes with: its weights and modes, and what was hung into it.
+def state_of(module: nn.Module) -> Any:
+    """What a module computes with: its weights and modes, and what was hung into it."""
     parts = [
         (id(type(part)), id(vars(part).get("forward")), part.training)
         + (tuple(part._forward_hooks), tuple(part._forward_pre_hooks))

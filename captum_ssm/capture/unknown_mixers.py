@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction
+from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction, state_of
 from captum_ssm.capture.model import refuse_scripted
 from captum_ssm.capture.recording import NotReachedError
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.thrown_away import on_thrown_away
+from captum_ssm.discovery.scans import all_forms
 from captum_ssm.discovery.search import discover
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
@@ -24,7 +25,7 @@ from captum_ssm.mixers.registry import Adapter, known_of, may_be_namesake, neare
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import Copies, copied, original
-from captum_ssm.utils.nested import map_tensors
+from captum_ssm.utils.nested import detached, map_tensors, same_values
 from captum_ssm.utils.quiet import quiet
 from captum_ssm.utils.watch_modules import After
 from captum_ssm.wiring.wiring import Wiring
@@ -238,7 +239,20 @@ def find_unknown_mixers(request: Request, *, between: Wiring | None = None) -> b
     has_mixers = any(True for _ in find_mixers(request.module))
     if has_mixers and (not is_mixed or made_of <= known.searched):
         return False
-    return _search(request, made_of)
+    # A search of a whole model takes long, and each method asks again.
+    state = None if has_mixers else _searched_in(request)
+    if state is not None and same_values(known.barren, state):
+        return False
+    is_found = _search(request, made_of)
+    if state is not None and not is_found:
+        known.barren = state
+    return is_found
+
+
+def _searched_in(request: Request) -> Any:
+    # All that a search depends on; a function by its number, as it may hold the model.
+    given = map_tensors(torch.clone, detached((request.inputs, request.positional, request.named)))
+    return state_of(request.module), all_forms(), id(request.forward_func), given
 
 
 def _search(request: Request, made_of: frozenset[Any] = frozenset()) -> bool:

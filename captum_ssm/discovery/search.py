@@ -287,14 +287,11 @@ def _around_scans(
 class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
     def __init__(self, scans: Sequence[_Called], shapes: Iterable[torch.Size]) -> None:
-        self.shapes = shapes
+        self.shapes = {*shapes}
         self.stacks = [stack for stack, _, _ in scans]
         functions = frozenset(function for _, function, _ in scans)
-        also = set[Callable[..., Any]]()
-        if any(map(is_product, functions)):
-            also.add(token_product)
-        if any(map(is_sum, functions)):
-            also.add(token_sum)
+        everywhere: dict[Callable[..., Any], Any] = {token_product: is_product, token_sum: is_sum}
+        also = {f for f, is_one in everywhere.items() if any(map(is_one, functions))}
         functions = frozenset(f for f in functions if not (is_product(f) or is_sum(f)))
         self.functions = functions | also
         self.used = set(functions)
@@ -333,7 +330,10 @@ class _Trials:
             elif trial.is_partly:
                 partly = visit, trial
         if (chosen := best or partly) is not None:
-            return chosen[0].module, chosen[1]
+            visit, trial = chosen
+            if length is None and trial.layout["channels"] == -1:
+                self.shapes.add(visit.call().output.shape)
+            return visit.module, trial
         if length is not None:
             return None, _Trial(why=why)
         takes = (visit.module for visit in reversed(stack) if takes_tokens(visit.call()))

@@ -52,6 +52,8 @@ class Known:
             batch. Default: None, not looked at
         projection (str, optional): the name of its linear layer that returned its result.
             Default: None, not seen
+        barren (Any, optional): its state, and what it was run on, where no mixer was found.
+            Default: None
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
             its adapter computes. Default: None
     """
@@ -70,6 +72,7 @@ class Known:
     long: dict[frozenset[Any], int] = field(default_factory=dict)
     mixes_examples: bool | None = None
     projection: str | None = None
+    barren: Any = None
     right: Any = None
 
     @property

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from captum_ssm import MambaRollout, UnsupportedModelError
 from captum_ssm.mixers.registry import how_known
 
 
@@ -65,3 +66,37 @@ def test_a_wrapper_that_computes_on_a_mixers_parts_is_the_mixer(attention, metho
         layer.linear_attn = layer.linear_attn.inner
     again = method(model).attribute(tokens, target=4)
     torch.testing.assert_close(again, truth, atol=1e-5, rtol=1e-4)
+
+
+RUNS = []
+
+
+class Bent(nn.Module):
+    """A recurrence that is linear, and a scan, where it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.write, self.keep, self.is_linear = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        RUNS.append(len(x))
+        h, out = torch.zeros_like(x[:, 0]), []
+        for u, kept in zip(self.write(x).unbind(1), self.keep(x).sigmoid().unbind(1), strict=True):
+            h = kept * h + u if self.is_linear else torch.tanh(kept * h + u)
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+def test_what_was_searched_in_vain_is_searched_again_only_if_it_changed():
+    model, x = nn.Sequential(nn.Linear(4, 4), Bent(), nn.Linear(4, 5)).eval(), torch.randn(1, 6, 4)
+    counts, words = [], []
+    for _ in range(2):
+        RUNS.clear()
+        with pytest.raises(UnsupportedModelError) as refused:
+            MambaRollout(model).attribute(x.clone())
+        counts.append(len(RUNS))
+        words.append(str(refused.value))
+    assert counts[1] <= 1 < counts[0]
+    assert words[0] == words[1]
+    model[1].is_linear = True
+    assert MambaRollout(model).attribute(x).shape == x.shape

@@ -6,12 +6,13 @@ import wild
 from frozen import measured, recorded
 from methods import OF_A_TARGET, each_method
 from models import without_biases
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from xlstm_layers import NORMS, WIDTH, L, Layer, mlstm
 
 from captum_ssm import (
     LaTIM,
+    MambaAttribution,
     UnsupportedModelError,
     hidden_attention,
     supported,
@@ -110,3 +111,37 @@ def test_what_else_is_added_is_refused():
     model = wild.Stack(AddsAnotherToken(), width=WIDTH).eval()
     with pytest.raises(UnsupportedModelError):
         hidden_attention(model, tokens(), formulation="unified")
+
+
+class OfHeads(nn.Module):
+    """A linear layer of each head, which a token has to itself, as a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH // 2, WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...hi,hoi->...ho", x.unflatten(-1, (2, -1)), self.weight).flatten(-2)
+
+
+class BentCell(nn.Module):
+    """An ordinary recurrent network, which has no map, of gates that are made before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value, self.read = OfHeads(), OfHeads(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for gate, value in zip(self.gate(x).unbind(1), self.value(x).unbind(1), strict=True):
+            h = torch.tanh(value + self.read(h)) * torch.sigmoid(gate)
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+def test_a_layer_beside_an_unknown_recurrence_has_the_tokens_of_the_scans():
+    model = wild.Stack(Layer(), BentCell(), width=WIDTH).eval()
+    told = supported(model, tokens(), target=(L - 1, 1))
+    assert [mixer.name for mixer in told.mixers] == ["layers.0"]
+    with pytest.raises(UnsupportedModelError, match="no known mixer"):
+        MambaAttribution(model).attribute(tokens(), target=(L - 1, 1))

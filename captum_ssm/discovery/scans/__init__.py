@@ -8,6 +8,7 @@ from captum_ssm.discovery.scans.calls import is_product as is_product
 from captum_ssm.discovery.scans.calls import is_sum as is_sum
 from captum_ssm.discovery.scans.calls import not_intercepted as not_intercepted
 from captum_ssm.discovery.scans.form import Candidate, register_scan
+from captum_ssm.discovery.scans.form import all_forms as all_forms
 from captum_ssm.discovery.scans.form import forms_of as forms_of
 from captum_ssm.discovery.scans.forms import fla as fla
 from captum_ssm.discovery.scans.forms import fourier as fourier

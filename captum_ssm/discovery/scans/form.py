@@ -164,7 +164,7 @@ def register_scan(
 
 def of_any_form() -> Callable[[tuple[str, ...]], bool]:
     """A function that says whether some parameters have the roles of any form, and remembers it."""
-    return _of_any(tuple(_FORMS.values()))
+    return _of_any(all_forms())
 
 
 @lru_cache(maxsize=2)
@@ -192,6 +192,11 @@ def names_of_module() -> frozenset[str]:
     """
     roles = ((form, role) for form in _FORMS.values() for role in (*form.needed, "D"))
     return frozenset(name for form, role in roles for name in form.names.get(role, ()))
+
+
+def all_forms() -> tuple[ScanForm, ...]:
+    """The registered forms."""
+    return tuple(_FORMS.values())
 
 
 def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:
