@@ -251,8 +251,9 @@ def find_unknown_mixers(request: Request, *, between: Wiring | None = None) -> b
 
 def _searched_in(request: Request) -> Any:
     # All that a search depends on; a function by its number, as it may hold the model.
-    given = map_tensors(torch.clone, detached((request.inputs, request.positional, request.named)))
-    return state_of(request.module), all_forms(), id(request.forward_func), given
+    run_on = detached((request.inputs, request.positional, request.named))
+    runs = id(request.forward_func), map_tensors(torch.clone, run_on)
+    return state_of(request.module), all_forms(), runs
 
 
 def _search(request: Request, made_of: frozenset[Any] = frozenset()) -> bool:

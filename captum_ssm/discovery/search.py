@@ -114,6 +114,7 @@ def shared() -> Iterator[None]:
         yield
 
 
+_EVERYWHERE: dict[Any, Any] = {token_product: is_product, token_sum: is_sum}
 # The calls around a scan, outermost first, its function, and the length of what may be none.
 _Called = tuple[list[ModuleVisit], Callable[..., Any], int | None]
 
@@ -289,12 +290,11 @@ class _Trials:
     def __init__(self, scans: Sequence[_Called], shapes: Iterable[torch.Size]) -> None:
         self.shapes = {*shapes}
         self.stacks = [stack for stack, _, _ in scans]
-        functions = frozenset(function for _, function, _ in scans)
-        everywhere: dict[Callable[..., Any], Any] = {token_product: is_product, token_sum: is_sum}
-        also = {f for f, is_one in everywhere.items() if any(map(is_one, functions))}
-        functions = frozenset(f for f in functions if not (is_product(f) or is_sum(f)))
-        self.functions = functions | also
-        self.used = set(functions)
+        functions = {function for _, function, _ in scans}
+        also = {f for f, is_one in _EVERYWHERE.items() if any(map(is_one, functions))}
+        plain = {f for f in functions if not (is_product(f) or is_sum(f))}
+        self.functions = frozenset(plain | also)
+        self.used = plain
         self.known: dict[tuple[str, bool], _Trial] = {}
 
     @property
@@ -375,9 +375,9 @@ class _Trials:
             frozen = freeze_measured(call, self.functions, partly=partly, used=used)
         except UnsupportedModelError as error:
             # A scan of no mixer is none however the tokens stand; products depend on that.
-            depends = self.functions.isdisjoint((token_product, token_sum))
-            is_none = isinstance(error, NotMeasured) and depends
-            return _Trial(is_none=is_none, why=getattr(error, "unread", ""))
+            is_none = isinstance(error, NotMeasured) and self.functions.isdisjoint(_EVERYWHERE)
+            why = getattr(error, "unread", "") or getattr(error.__context__, "why", "")
+            return _Trial(is_none=is_none, why=why)
         finally:
             self.used.update(f for f in used if not (is_product(f) or is_sum(f)))
         is_part = isinstance(frozen, FrozenRecurrence)

@@ -99,6 +99,24 @@ def test_four_directions_stacked_in_channels_come_apart():
     assert conv.grid == (3, 4)
 
 
+@pytest.mark.parametrize("size", [(1, 2), (3, 1), (2, 3)])
+def test_maps_are_those_of_impulses_where_directions_are_one_too(size):
+    module, x = wild.FourWays().eval(), torch.randn(2, *size, 6)
+    mixer = freeze_measured(recorded(module, x))
+    torch.testing.assert_close(mixer.output().view_as(x), module(x), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        u = module.in_proj(x).chunk(2, -1)[0].permute(0, 3, 1, 2)
+        ways = module.ways(F.silu(module.conv(u)))
+        coefficients = torch.einsum("bkdl,kcd->bkcl", ways, module.projections)
+        step, Bs, Cs = coefficients.split([8, 3, 3], 2)
+        held = F.softplus(step).flatten(1, 2), -module.rates.exp(), Bs, Cs, 0 * module.D
+        module.scans = lambda v: wild.last_scan(v.flatten(1, 2), *held).view(v.shape)
+        tokens = torch.eye(size[0] * size[1]).view(-1, 1, 1, *size).expand(-1, 2, 8, *size)
+        columns = [module.scanned(impulse) for impulse in tokens]
+    maps = torch.stack(columns, -1)
+    torch.testing.assert_close(mixer.operator().matrix(), maps, rtol=1e-4, atol=1e-5)
+
+
 def test_directions_stacked_in_the_batch_come_apart():
     mixer = freeze_measured(recorded(wild.InBatch().eval(), tokens()))
     assert [order.tolist() for order in mixer.orders] == [[*range(7)], [*range(6, -1, -1)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,7 @@ from captum_ssm.operators import (
 )
 from captum_ssm.operators.part import examples, part_of
 from captum_ssm.operators.permuted import scattered
+from captum_ssm.utils.nested import same_values
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,7 @@ def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> lis
     goes = exits.channel.reshape(rows, length, width)
     factors = exits.factor.reshape(rows, length, width)
     directions: list[Direction] = []
-    for n in range(kinds.shape[1]):
-        channels = (group == n).nonzero()[:, 0]
+    for n, channels in _runs(group, goes.amax((0, 1)), cut.scan.values.detach()):
         start, stop = int(channels[0]), int(channels[-1]) + 1
         if len(channels) != stop - start:
             raise rerun.refused(f"the directions of {cut.scan.name} lie between each other")
@@ -240,6 +241,18 @@ def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> lis
                 direction = replace(direction, order=every, lands=order)
             directions.append(replace(direction, factor=_factor(direction, factors)))
     return sorted(directions, key=lambda direction: direction.start)
+
+
+def _runs(group: Tensor, goes: Tensor, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    # The channels of each group; those apart that are given the same values and go to the same
+    # channels again, as by directions that are one in an image of one row.
+    for n in range(int(group.max()) + 1):
+        channels = (group == n).nonzero()[:, 0]
+        runs = channels.split(len(goes[channels].unique()))
+        both = [(goes[run], values[..., run]) for run in runs]
+        is_again = all(same_values(both[0], of_run) for of_run in both)
+        for run in runs if is_again else [channels]:
+            yield n, run
 
 
 def _factor(direction: Direction, factors: Tensor) -> Tensor:
