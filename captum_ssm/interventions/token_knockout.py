@@ -120,7 +120,8 @@ class TokenKnockout(ModelAttribution, PerturbationAttribution):
         )
         edges = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
         relevance = knocked.relevance([layers], edges, perturbations_per_eval, show_progress)
-        return of_inputs([relevance[:, 0]], knocked.runs.frozen, "linear", None)
+        frozen = knocked.runs.frozen
+        return of_inputs(frozen.wiring.from_first(relevance[:, 0]), frozen, "linear", None)
 
     def sweep(
         self,

@@ -62,6 +62,29 @@ def test_targets_and_positions_per_example(mamba):
             torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
 
 
+class OfCodebooks(nn.Module):
+    """Each token is the sum of what three tables hold of its codes, ``(B, 3, L)``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        width = inner.config.hidden_size
+        self.inner, self.tables = inner, nn.ModuleList(nn.Embedding(9, width) for _ in range(3))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        tokens = sum(table(codes[:, k]) for k, table in enumerate(self.tables))
+        return self.inner(inputs_embeds=tokens).logits[:, -1]
+
+
+def test_a_token_of_several_entries_shares_its_loss_among_them(mamba):
+    model, codes = OfCodebooks(mamba).eval(), ids(1, 3 * L).view(1, 3, L) % 9
+    found = TokenKnockout(model).attribute(codes, target=5)
+    assert found.shape == codes.shape
+    with torch.no_grad(), knockout(model, sources=2, targets=[0, 1, 3, 4, 5, 6]):
+        without = model(codes)[0, 5]
+    lost = model(codes)[0, 5] - without
+    torch.testing.assert_close(found[0, :, 2].sum(), lost, atol=1e-5, rtol=1e-4)
+
+
 def test_spans_are_removed_together(mamba):
     tokens, method = ids(2, L), TokenKnockout(mamba)
     spans = torch.tensor([[0, 0, 1, 1, 1, 2, 3]])
