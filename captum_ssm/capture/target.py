@@ -16,7 +16,7 @@ from captum_ssm.capture.span_target import SpanTarget, mean_of_others, token_ids
 from captum_ssm.errors import InputError, TargetError, UnsupportedModelError, brief
 from captum_ssm.utils.captum_api import select_targets
 from captum_ssm.utils.integers import as_index, as_integers, from_start
-from captum_ssm.wiring.wiring import Wiring
+from captum_ssm.wiring.wiring import INPUT, Wiring
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ def check_rows(recording: Recording, rows: Tensor) -> None:
 def at_steps(query: Tensor, wiring: Wiring) -> list[Tensor]:
     """Weights of the tokens that positions count as those of each step that the output reads."""
     if query.shape[1] < wiring.steps[0].tokens:
-        reads = wiring.steps[0].reads
-        if len(reads) != 1 or reads[0][1].source is None:
+        reads = [link for earlier, link in wiring.steps[0].reads if earlier == INPUT]
+        if len(reads) != 1 or reads[0].source is None:
             raise UnsupportedModelError(
                 f"the model makes {wiring.steps[0].tokens} tokens of the {query.shape[1]} that "
                 "it is given, and which of them these are is not known, so no position can be "
                 "asked for; expected tokens that are added to those of the input."
             )
-        query = reads[0][1].matmul(query[..., None])[..., 0]
+        query = reads[0].matmul(query[..., None])[..., 0]
     return [link.rmatvec(query) for _, link in wiring.output]
 
 

@@ -464,6 +464,34 @@ def test_positions_are_those_of_the_tokens_that_a_model_is_given(method):
     assert found[:, 4].any()
 
 
+class ImagePrefixed(nn.Module):
+    """A language model with patches of an image before its tokens; it returns those of the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny().double()
+        self.patches = nn.Conv2d(3, self.model.config.hidden_size, 4, 4, dtype=torch.float64)
+
+    def embedded(self, input_ids: Tensor, image: Tensor) -> Tensor:
+        patches = self.patches(image).flatten(2).mT
+        return torch.cat([patches, self.model.get_input_embeddings()(input_ids)], 1)
+
+    def forward(self, input_ids: Tensor, image: Tensor) -> Tensor:
+        return self.model(inputs_embeds=self.embedded(input_ids, image)).logits[:, 4:]
+
+
+@each(METHODS)
+def test_positions_of_a_text_after_an_image_are_those_of_the_text(method):
+    model, tokens, image = ImagePrefixed().eval(), ids(1, 7), noise(1, 3, 8, 8)
+    of_text, of_image = method(model).attribute((tokens, image), target=(5, 8), **options(method))
+    joined = model.embedded(tokens, image).detach()
+    expected = method(model.model).attribute(joined, target=(9, 8), **options(method)).sum(-1)
+    assert_close(of_text, expected[:, 4:], 1e-6)
+    # A bias of the patches has relevance too, and no pixel gets it.
+    if method is not MambaLRP:
+        assert_close(of_image.sum(), expected[:, :4].sum(), 1e-6)
+
+
 def test_a_class_summed_over_a_mask():
     model, x = made(inputs.UShape), noise(1, 3, 16, 16)
     mask = torch.zeros(16, 16, dtype=torch.float64)
