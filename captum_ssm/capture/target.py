@@ -120,8 +120,7 @@ def at_steps(query: Tensor, wiring: Wiring) -> list[Tensor]:
         if len(reads) != 1 or reads[0].source is None:
             raise UnsupportedModelError(
                 f"the model makes {wiring.steps[0].tokens} tokens of the {query.shape[1]} that "
-                "it is given, and which of them these are is not known, so no position can be "
-                "asked for; expected tokens that are added to those of the input."
+                "positions count, not known which; expected tokens that are added to the input's."
             )
         query = reads[0].matmul(query[..., None])[..., 0]
     return [link.rmatvec(query) for _, link in wiring.output]

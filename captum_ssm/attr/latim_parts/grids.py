@@ -148,8 +148,7 @@ class ScoreGraph:
             at_stream = None if stream is None else at.get(stream)
             if stream is not None and at_stream is not None and stream.channels is not None:
                 at_stream = at_stream.movedim(stream.channels, -1)
-            root = root if root in at else None  # what only gates others is a constant
-            at_root = None if root is None else root.flat(at[root])
+            at_root = root.flat(at[root]) if root and root in at else None  # a gate is a constant
             coefficients.append(_Coefficients(at_exit, at_stream, root, at_root))
         return coefficients
 
