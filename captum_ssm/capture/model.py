@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
-from captum_ssm.errors import UnsupportedModelError, brief
+from captum_ssm.errors import TargetError, UnsupportedModelError, brief
 from captum_ssm.utils.integers import as_index, index_in
 from captum_ssm.utils.signatures import signature
 
@@ -198,3 +198,23 @@ def extract_logits(output: Any) -> Tensor:
         f"forward_func returned a {kind}; expected a tensor of one row per example, a ModelOutput "
         "with logits, or a tuple whose first such tensor is explained."
     )
+
+
+def is_hidden(output: Any) -> bool:
+    """Whether the tensor that a model returns is its ``last_hidden_state``, which no head read."""
+    return extract_logits(output) is getattr(output, "last_hidden_state", None)
+
+
+def check_head(output: Any, target: Any) -> None:
+    """Raise if a target of a language model names a token, and the model has no head.
+
+    Raises:
+        TargetError: for hidden states, whose entries are asked for by ``(position, feature)``.
+    """
+    if is_hidden(output):
+        raise TargetError(
+            f"the model returns hidden states of shape {tuple(extract_logits(output).shape)}, "
+            f"whose last axis is features, not tokens, and target is {brief(target)}; expected the "
+            "whole model with its head, such as a ...ForCausalLM or ...ForSequenceClassification, "
+            "or (position, feature) for one number of the hidden states."
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.check_inputs import usable
-from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.model import check_head, extract_logits, is_hidden
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.span_target import SpanTarget, mean_of_others, token_ids
 from captum_ssm.errors import InputError, TargetError, UnsupportedModelError, brief
@@ -40,6 +40,9 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
         return _score_against(recording, target, position)
     logits = extract_logits(recording.output)
     target, position = _split_target(recording, target, position)
+    names_token = position is None or position is target
+    if names_token and recording.is_language and _is_tokens(recording):
+        check_head(recording.output, target)
     with torch.inference_mode(False), torch.enable_grad():
         if isinstance(target, SpanTarget):
             score = target.read(_of_tokens(recording, logits), counted_tokens(recording))
@@ -151,11 +154,9 @@ def _asked(recording: Recording, position: Any) -> Tensor:
 
 def _is_tokens(recording: Recording) -> bool:
     # A language model may return the logits of its last tokens only, but of no more than there are.
-    tokens = recording.shape[1]
-    if recording.decodes or extract_logits(recording.output).dim() != 3:
-        return False
-    n = _returned(recording)
-    return n == tokens or (recording.is_language and n < tokens)
+    shape, L = extract_logits(recording.output).shape, recording.shape[1]
+    is_row = len(shape) == 3 and (shape[1] == L or (recording.is_language and shape[1] < L))
+    return is_row and not recording.decodes
 
 
 def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
@@ -195,8 +196,7 @@ def one_query(
                 "attention_mask marks the tokens that can be asked."
             )
     elif mask is not None:
-        positions = torch.arange(L, device=device)
-        index = torch.where(mask, positions, -1).amax(1)
+        index = torch.where(mask, torch.arange(L, device=device), -1).amax(1)
     else:
         index = torch.full((B,), L - 1, device=device)
     return nn.functional.one_hot(index, L)
@@ -220,8 +220,7 @@ def _split_target(
     recording: Recording, target: Any, position: Any, is_only_position: bool = False
 ) -> tuple[Any, Any]:
     # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
-    # a list.
-    # An entry of a dense output may be named together with the token that it is read at.
+    # a list. An entry of a dense output may be named together with the token that it is read at.
     target = target.target if isinstance(target, Against) else target
     if isinstance(target, SpanTarget):
         if position is not None and position is not target:
@@ -345,7 +344,7 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     # Numbers, such as those of a regression or of features, do not compete.
     config = getattr(recording.request.module, "config", None)
     are_numbers = getattr(config, "problem_type", None) == "regression"
-    if are_numbers or logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1):
+    if are_numbers or is_hidden(recording.output) or logits[0].numel() == 1:
         return logits.new_zeros(len(logits))
     if logits.dim() != 2:
         raise TargetError(

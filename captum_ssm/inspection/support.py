@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Deviation, Rebuilt
-from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.model import extract_logits, is_hidden
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.target import balance
 from captum_ssm.capture.tolerances import tolerances_of
@@ -150,7 +150,8 @@ def likeliest(recording: Recording) -> Any:
     if logits.dim() < 2:
         return None
     if logits.dim() == 3 and recording.is_language:
-        return int(logits[0, -1].argmax())
+        best = int(logits[0, -1].argmax())
+        return (logits.shape[1] - 1, best) if is_hidden(recording.output) else best
     indices = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
     index = tuple(int(i) for i in indices)
     return index[0] if len(index) == 1 else index

@@ -184,6 +184,12 @@ def test_the_others_of_an_entry_are_those_of_its_token(batch):
     torch.testing.assert_close(RelevanceFlow(model).edges(x, 1, position=4).score, expected)
 
 
+def test_features_of_hidden_states_have_no_others():
+    model, tokens = build("mamba").backbone, ids(2, L)
+    score = RelevanceFlow(model).edges(tokens, (3, 5)).score
+    torch.testing.assert_close(score, model(tokens).last_hidden_state[:, 3, 5].detach())
+
+
 def test_what_the_score_is_compared_with():
     model, tokens = build("mamba"), ids(2, L)
     flow = RelevanceFlow(model)

@@ -314,6 +314,11 @@ CASES = {
     "no target for token logits": wrong_target(
         None, [f"(2, 7, {VOCABULARY})", "no target was given", "(position, token)"]
     ),
+    "a token of a model without a head": wrong_target(
+        4,
+        ["hidden states of shape (2, 7, 16)", "features, not tokens", "(position, feature)"],
+        model=lambda: tiny().backbone,
+    ),
     "a target outside the vocabulary": wrong_target(VOCABULARY, ["37", IDS]),
     "a target before the vocabulary": wrong_target(
         -VOCABULARY - 1, ["[-38", IDS, f"-{VOCABULARY} .. -1 from its end"]
