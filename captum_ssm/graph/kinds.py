@@ -89,6 +89,7 @@ _SUMS = ("Add", "Rsub", "Sub")
 _FUNCTIONS = (
     *("LayerNormF", "RotaryEmbedding", "SquaredReLU", "SwiGLU", "Swish", "TokenShift"),
     *("CrossMerge", "CrossScan", "LocalReverse", "LocalScan"),  # of images, in several orders
+    "GeneratedBackwardFor_transformers_grouped_mm_fallback",  # experts, without torch's grouped_mm
 )
 _OURS = "GeneratedBackwardFor_captum_ssm_"
 

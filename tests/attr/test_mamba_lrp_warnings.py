@@ -3,8 +3,10 @@
 import warnings
 
 import pytest
+import torch
+from families import build
 from inputs import E, Series, noise
-from models import made
+from models import ids, made
 from torch import nn
 
 from captum_ssm import MambaLRP
@@ -42,3 +44,13 @@ def test_a_warning_comes_and_goes_with_what_it_is_about(kind):
             MambaLRP(model).attribute(noise(2, 8, 3), target=1)
         said = [str(w.message) for w in caught if SAID[kind] in str(w.message)]
         assert len(said) == (here == kind)
+
+
+def test_experts_without_a_kernel_of_torch_for_them(monkeypatch):
+    """transformers has a function of its own on old GPUs, and with torch before 2.9."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+    model, tokens, asked = build("jamba"), ids(1, 6), []
+    expected = MambaLRP(model).attribute(tokens, target=3)
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *call: asked.append(call))
+    torch.testing.assert_close(MambaLRP(model).attribute(tokens, target=3), expected)
+    assert asked
