@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+# What layers without a gradient raise, and so little may be read of other tokens: where all are
+# rounded by one scale, it is not nothing.
+_NO_GRADIENT = (RuntimeError, NotImplementedError)
+_LEAST = 1e-6
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -58,3 +64,20 @@ def width_of(layer: nn.Module) -> int:
     """The channels that a linear layer is given: those of the first one in it, if it wraps some."""
     widths = (getattr(part, "in_features", None) for part in layer.modules())
     return next(width for width in widths if width is not None)
+
+
+def mixes_tokens(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer, as one around a linear one, makes a token of ``x (B, L, in)`` of others.
+
+    So it does where its gradient says so of one of the tokens; a layer that has none, as some that
+    are quantized, is not looked at.
+    """
+    if x.dim() < 3:
+        return False
+    with torch.inference_mode(False), torch.enable_grad(), suppress(*_NO_GRADIENT):
+        tokens = x.detach().clone().requires_grad_()
+        size = torch.linalg.vector_norm(layer(tokens)[:, x.shape[1] // 2])
+        (gradient,) = torch.autograd.grad(size, tokens)
+        read = gradient.abs().sum((0, *range(2, x.dim())))
+        return int((read > _LEAST * read.amax()).sum()) > 1
+    return False
