@@ -305,6 +305,8 @@ class TokenMaps:
         paired = pairs(way) if way.leaf.tokens == way.root.tokens else None
         if paired is None:  # mixed, which is refused or said
             graph.refuse_mixers(i, k)
+            if way.leaf.tokens != way.root.tokens:
+                raise graph.refused(i, k, "around the mixers between, of which it is no stream")
             self.leak(i, [k], way.around)
             return ()
         source = self._source(paired, i, k)

@@ -23,6 +23,7 @@ from captum_ssm.discovery.scans.calls import (
 )
 from captum_ssm.discovery.scans.form import Candidate, ScanForm, forms_of
 from captum_ssm.discovery.scans.forms.arguments import working_dtype
+from captum_ssm.discovery.scans.forms.states import is_hidden
 from captum_ssm.discovery.scans.impulses import candidates_by_impulses, measurable_values
 from captum_ssm.discovery.scans.packed import joined, sequences
 from captum_ssm.discovery.scans.recurrences import read_loop
@@ -185,6 +186,10 @@ class ScanCalls:
         candidates: Callable[[float], Iterator[Candidate]],
     ) -> Scan | None:
         # A loop, or a sum, as a scan by what was called in it.
+        name = call.function.__qualname__
+        if is_hidden(result):
+            self.unread = f"{name} is not a scan: torch.vmap hides an axis of its results"
+            return None
         real = result.real if result.is_complex() else result
         tolerance = _tolerance(call, real)
         try:
@@ -194,7 +199,6 @@ class ScanCalls:
                         if scan.error <= tolerance:
                             return scan
         except NotRead as error:
-            name = call.function.__qualname__
             self.unread = f"{name} is not a scan: {error}" if str(error) else ""
         return None
 
