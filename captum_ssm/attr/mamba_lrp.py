@@ -256,8 +256,7 @@ class MambaLRP(TokenAttribution):
     def _warn(self, frozen: FrozenModel) -> None:
         # The warnings of a run: padding that is read, and what could not be frozen.
         frozen.warn_of_padding()
-        unknown = frozen.wiring.refused or frozen.wiring.unknown or None
-        warn_of_unknown(frozen.request.module, unknown)
+        warn_of_unknown(frozen.request.module, frozen.wiring.unknown or None)
         warn_of_hidden(frozen.request.module)
         if known_of(frozen.request.module).mixes_examples and frozen.request.batch > 1:
             warn_of_joined_examples()

@@ -64,14 +64,19 @@ def measure(
         end = Point.of(output)
     if score is not None and score.requires_grad:
         at = Point.of(score, None)
-    try:
-        with cuts.measured():
+    with cuts.measured():
+        graph: MixerGraph | None = None
+        try:
             graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
             wiring = _measured(graph, OutputReads(graph, at, decodes=decodes), mask)
-    except UnsupportedModelError as error:
-        count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
-        lacks_second = isinstance(error, NoSecondDerivativeError)
-        wiring = replace(sequence(count, tokens), refused=str(error), lacks_second=lacks_second)
+        except UnsupportedModelError as error:
+            count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
+            unknown: str | None = str(error)
+            if graph is not None and all(leaf.shape[0] == batch for leaf in graph.leaves):
+                # What is in no map may be linear, and right in the model's own graph.
+                unknown = token_products(graph, end if at is None else at)
+            wiring = replace(sequence(count, tokens), refused=str(error), unknown=unknown)
+            wiring = replace(wiring, lacks_second=isinstance(error, NoSecondDerivativeError))
     ends = [*(port.entry for port in cuts.ports), end]
     nodes = (point.edge.node for point in ends if point is not None)
     return replace(wiring, structure=structure(nodes, is_cut=True))
@@ -105,9 +110,11 @@ def _measured(graph: MixerGraph, readout: OutputReads, mask: Tensor | None) -> W
     output += tuple(
         (graph.step_of[k], TokenMap().of(torch.zeros_like(share))) for k, share in of_pool.items()
     )
-    unknown = readout.unknown() if simple else None
-    if not unknown and not (simple and readout.is_per_token):
-        unknown = token_products(graph, readout.root) or unknown
+    unknown = None
+    if not (simple and readout.is_per_token and readout.pool is None):
+        unknown = token_products(graph, readout.root)
+    if unknown is None and simple and readout.mixes_after():
+        unknown = ""
     return Wiring(
         steps,
         output,

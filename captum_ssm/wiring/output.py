@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm.graph.points import Point, gradients
-from captum_ssm.graph.relevance_rules import goes_through_activation
 from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.wiring.inputs import portions
 from captum_ssm.wiring.joined_streams import joined
 from captum_ssm.wiring.ledger import Gathered, gathered, source_of, token_tensors, weights
-from captum_ssm.wiring.mixer_graph import MIXERS, MixerGraph
+from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed
 from captum_ssm.wiring.token_order import Orders
 from captum_ssm.wiring.wiring import Source, Step
@@ -231,23 +230,15 @@ class OutputReads:
         sizes = leaf.noise()[:, 0] * 0 if gradient is None else gradient.norm(dim=1)
         return int(sizes.view(self.graph.batch, -1)[0].argmax())
 
-    def unknown(self) -> str | None:
-        """What mixes tokens after the last mixers, before a score; empty where it is linear."""
+    def mixes_after(self) -> bool:
+        """Whether tokens act on one another after the last mixers, before a score."""
         graph, root, T = self.graph, self.root, self.graph.tokens(max(self.graph.exits))
         if root is None or self.pool is None or T < 2:
-            return None
+            return False
         leaves = {i: graph.exits[i] for i in range(graph.end) if graph.tokens(i) == T}
         points = token_tensors(root, [self.pool, *graph.leaves], T, graph.batch)
         ends = {graph.end + k: point for k, point in enumerate(points)}
-        if not ends or not is_mixed(ends, leaves, Orders(graph.batch)):
-            return None
-        kinds = sorted({kind for p in points for kind in graph.kinds_before(p, [self.pool])})
-        how = ", ".join(kind for kind in kinds if kind.startswith(MIXERS))
-        pool = self.pool.edge.node
-        if not how and not any(goes_through_activation(p.edge.node, pool) for p in points):
-            return ""
-        how = f" ({how})" if how else ""
-        return f"after {graph.name(graph.end - 1)} tokens are mixed by no known mixer{how}"
+        return bool(ends) and is_mixed(ends, leaves, Orders(graph.batch))
 
     def _weights(
         self, leaves: Sequence[Point], around: Sequence[GradientEdge] = (), *, power: int = 1

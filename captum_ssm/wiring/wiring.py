@@ -162,8 +162,8 @@ class Wiring:
         lacks_second (bool, optional): whether for lack of a second derivative. Default: False
         inputs (tuple of InputMap, optional): by input of the model, how its entries make up tokens.
             Default: (), where that was not measured
-        unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
-            linear. Default: None
+        unknown (str, optional): what multiplies tokens by others and is no mixer; empty where they
+            are only added to others, after the last mixers. Default: None
         main (int, optional): how many of the reads of the output, the first ones, come through the
             last mixers; the others go around them. Default: 1
         unheld (str, optional): what goes around them, in words. Default: None

@@ -224,6 +224,14 @@ REFUSED = {
     ),
 }
 
+# They have no coefficients, or sigmoids, which are held constant wherever they are computed.
+HELD = [
+    "a GRU around the mixers",
+    "layers over time past them",
+    "a moving average before the mean",
+    "a cumulative sum per token",
+]
+
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_unknown_or_hidden_is_refused_or_said(name):
@@ -233,7 +241,8 @@ def test_what_is_unknown_or_hidden_is_refused_or_said(name):
             method(model).attribute(x, target=1)
     for _ in range(2):
         said = warnings_of_relevance(model, x)
-        assert any("autograd does not show" in one or "are mixed by" in one for one in said)
+        is_said = any("autograd does not show" in one or "are mixed by" in one for one in said)
+        assert is_said == (name not in HELD)
 
 
 @pytest.mark.parametrize("kernel", [Doubled, DoubledOnce])
@@ -297,14 +306,44 @@ def test_scans_are_found_wherever_they_stand(name):
     assert_close(*relevance, 1e-9)
 
 
-def test_a_recurrence_that_cannot_be_frozen_is_said():
-    model, x = (
-        with_forward(lambda m, x: m.head((lambda h: h + m.gru(h)[0])(m.towards(x)).mean(1))),
-        tokens(),
-    )
-    for _ in range(2):
-        said = warnings_of_relevance(model, x)
-        assert any("are mixed by no known mixer" in one for one in said)
+class HeldGRU(nn.Module):
+    """A GRU whose gates, and the factors of its activation, are constants."""
+
+    def __init__(self, gru):
+        super().__init__()
+        self.gru = gru
+
+    def forward(self, x):
+        weights = self.gru.weight_ih_l0, self.gru.weight_hh_l0
+        biases = self.gru.bias_ih_l0, self.gru.bias_hh_l0
+        h, states = x.new_zeros(len(x), self.gru.hidden_size), []
+        for token in x.unbind(1):
+            given = zip((token, h), weights, biases, strict=True)
+            here, before = (nn.functional.linear(*each).chunk(3, -1) for each in given)
+            reset, update = (
+                (a + b).sigmoid().detach() for a, b in zip(here[:2], before[:2], strict=True)
+            )
+            new = here[2] + reset * before[2]
+            h = update * h + (1 - update) * new * (new.tanh() / new).detach()
+            states.append(h)
+        return torch.stack(states, 1), h
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_gru_is_frozen_by_the_rules(pooled):
+    def forward(m, x):
+        h = (lambda h: h + m.gru(h)[0])(m.towards(x))
+        return m.head(h.mean(1) if pooled else h[:, -1])
+
+    model, held, x = with_forward(forward), with_forward(forward), tokens()
+    held.gru = HeldGRU(held.gru)
+    relevance = []
+    for each in (model, held):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            relevance.append(MambaLRP(each).attribute(x, target=1))
+        assert not any("tokens are mixed" in str(one.message) for one in said)
+    assert_close(*relevance, 1e-9)
 
 
 @pytest.mark.parametrize("name", POOLS)

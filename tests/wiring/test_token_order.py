@@ -414,11 +414,19 @@ def test_mixing_by_no_mixer_is_refused(method, update):
     assert hidden_attention(model, x)  # each mixer's own map is right all the same
 
 
-@pytest.mark.parametrize("update", [attention, recurrence])
+def gated(x, one, two):
+    h, out = 0, []
+    for token in x.unbind(1):
+        h = 0.5 * token.tanh() * h + token
+        out.append(h)
+    return torch.stack(out, 1) + two(x)
+
+
+@pytest.mark.parametrize("update", [attention, recurrence, elsewhere, gated])
 def test_mamba_lrp_warns_of_what_it_cannot_hold_constant(update):
     model, x = updated_by(update), tokens()
     for _ in range(2):
-        if update is attention:
+        if update is not gated:  # what is linear has no coefficients
             MambaLRP(model).attribute(x, target=(3, 1))
             continue
         with pytest.warns(UserWarning, match="coefficients are not held constant"):
