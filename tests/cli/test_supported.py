@@ -16,10 +16,8 @@ from transformers import (
 
 from captum_ssm import LaTIM, MambaLRP, estimate, hidden_attention
 from captum_ssm.attr import methods
-from captum_ssm.capture import Request
 from captum_ssm.cli import main
 from captum_ssm.cli.supported import PROBE_LENGTH, _inputs, count
-from captum_ssm.inspection.support import likeliest
 from captum_ssm.inspection.support_report import shortened
 from captum_ssm.utils.memory import readable_bytes
 
@@ -67,7 +65,7 @@ def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys, monkeypat
     assert any("for a text of 600 tokens, extrapolated from shorter texts:" in x for x in said)
     # Rows that carry nothing take no memory: the costs are those of the same tokens.
     ids = _inputs(model, 600)
-    target = likeliest(Request.of(model, None, ids), model(ids[:, :PROBE_LENGTH]))
+    target = int(model(ids[:, :PROBE_LENGTH]).logits[0, -1].argmax())
     explained = {name: method(model).attribute for name, method in methods().items()}
     calls = {name: partial(call, target=target) for name, call in explained.items()}
     calls |= {
