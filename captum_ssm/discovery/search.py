@@ -114,7 +114,7 @@ def shared() -> Iterator[None]:
         yield
 
 
-_EVERYWHERE: dict[Any, Any] = {token_product: is_product, token_sum: is_sum}
+_EVERYWHERE: dict[Any, Any] = {token_product: is_product, token_sum: is_sum}  # in any module
 # The calls around a scan, outermost first, its function, and the length of what may be none.
 _Called = tuple[list[ModuleVisit], Callable[..., Any], int | None]
 

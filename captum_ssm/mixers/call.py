@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.layout import tokens_moved
 from captum_ssm.mixers.linear_calls import KnownProduct, LinearCalls
-from captum_ssm.mixers.linear_layers import is_plain, mixes_tokens, width_of
+from captum_ssm.mixers.linear_layers import by_token, is_plain, width_of
 from captum_ssm.mixers.past import Past, by_channel
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import first_of, with_first
@@ -183,13 +183,13 @@ class MixerCall:
             if not self._is_plain(layer):  # its weight may be that of a layer inside of it
                 is_floating = torch.is_tensor(weight) and weight.is_floating_point()
                 like: Any = weight if is_floating else self.output
-                x = x.to(like.dtype)
-                if mixes_tokens(layer, x):
+                y, is_mixed = by_token(layer, x.to(like.dtype))
+                if is_mixed:
                     raise UnsupportedModelError(
                         f"a {type(layer).__name__} in {self.path} makes each token of others too; "
                         "expected a layer of each by itself. Mix them in a module before the mixer."
                     )
-                return layer(x).to(self.dtype)
+                return y.to(self.dtype)
             known = None if self.linears is None else self.linears.find(layer, x)
             if known is not None:
                 has_graph = known.requires_grad or not x.requires_grad

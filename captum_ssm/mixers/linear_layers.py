@@ -8,9 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-# What layers without a gradient raise, and so little may be read of other tokens: where all are
-# rounded by one scale, it is not nothing.
-_NO_GRADIENT = (RuntimeError, NotImplementedError)
+# So little may be read of other tokens: where all are rounded by one scale, it is not nothing.
 _LEAST = 1e-6
 
 
@@ -66,18 +64,20 @@ def width_of(layer: nn.Module) -> int:
     return next(width for width in widths if width is not None)
 
 
-def mixes_tokens(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer, as one around a linear one, makes a token of ``x (B, L, in)`` of others.
+def by_token(layer: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
+    """What a layer, as one around a linear one, returns, and whether it mixes tokens.
 
-    So it does where its gradient says so of one of the tokens; a layer that has none, as some that
-    are quantized, is not looked at.
+    It makes a token of ``x (B, L, in)`` of others where its gradient says so of one of the tokens;
+    a layer that has none, as some that are quantized, is not looked at.
     """
     if x.dim() < 3:
-        return False
-    with torch.inference_mode(False), torch.enable_grad(), suppress(*_NO_GRADIENT):
-        tokens = x.detach().clone().requires_grad_()
-        size = torch.linalg.vector_norm(layer(tokens)[:, x.shape[1] // 2])
-        (gradient,) = torch.autograd.grad(size, tokens)
+        return layer(x), False
+    has_graph = x.requires_grad and torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.enable_grad(), suppress(RuntimeError):
+        tokens = x if has_graph else x.detach().clone().requires_grad_()
+        y = layer(tokens)
+        size = torch.linalg.vector_norm(y[:, x.shape[1] // 2])
+        (gradient,) = torch.autograd.grad(size, tokens, retain_graph=has_graph)
         read = gradient.abs().sum((0, *range(2, x.dim())))
-        return int((read > _LEAST * read.amax()).sum()) > 1
-    return False
+        return y if has_graph else y.detach(), int((read > _LEAST * read.amax()).sum()) > 1
+    return layer(x), False

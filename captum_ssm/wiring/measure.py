@@ -75,8 +75,12 @@ def measure(
             if graph is not None and all(leaf.shape[0] == batch for leaf in graph.leaves):
                 # What is in no map may be linear, and right in the model's own graph.
                 unknown = token_products(graph, end if at is None else at)
-            wiring = replace(sequence(count, tokens), refused=str(error), unknown=unknown)
-            wiring = replace(wiring, lacks_second=isinstance(error, NoSecondDerivativeError))
+            wiring = replace(
+                sequence(count, tokens),
+                refused=str(error),
+                lacks_second=isinstance(error, NoSecondDerivativeError),
+                unknown=unknown,
+            )
     ends = [*(port.entry for port in cuts.ports), end]
     nodes = (point.edge.node for point in ends if point is not None)
     return replace(wiring, structure=structure(nodes, is_cut=True))

@@ -156,7 +156,7 @@ class Wiring:
             sequences is this one of its step's tokens.
         readout (list of Tensor): by read of the output, ``(B, T)``: the shares in which a pooled
             output reads the tokens, or None.
-        neighbor_share (float, optional): the most that tokens read of others there. Default: 0.0
+        neighbor_share (float, optional): the most read of others between mixers. Default: 0.0
         is_far (bool, optional): whether they read others than their neighbors so. Default: False
         refused (str, optional): why no map through the layers can be made. Default: None
         lacks_second (bool, optional): whether for lack of a second derivative. Default: False
@@ -167,7 +167,7 @@ class Wiring:
         main (int, optional): how many of the reads of the output, the first ones, come through the
             last mixers; the others go around them. Default: 1
         unheld (str, optional): what goes around them, in words. Default: None
-        rows (Tensor, optional): how far fewer rows are from the last tokens. Default: None
+        rows (Tensor, optional): how far a shorter output is from the last tokens. Default: None
         unread (str, optional): the mixers on whose results nothing depends, by name. Default: None
         gates (str, optional): those whose results only multiply others, as a gate. Default: None
         joins_examples (bool, optional): whether examples act on one another. Default: False
