@@ -133,14 +133,7 @@ def refuse_unknown(
 ) -> None:
     """Raise for an argument that a method does not have.
 
-    Args:
-        told (str): what was called.
-        names (iterable of str): of the arguments that it was given.
-        known (sequence of str): of those that it has.
-        later (sequence of str, optional): of those that ``attribute`` has. Default: ``()``
-
-    Raises:
-        TypeError: says what to do in its place.
+    ``later`` are those that ``attribute`` has. The error says what to do in its place.
     """
     for name in (name for name in names if name not in known):
         if (new := RENAMED.get(name)) in known:

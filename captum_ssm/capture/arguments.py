@@ -26,10 +26,6 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
     A module reads what its ``forward`` names, what the type of its ``**kwargs`` lists, and what its
     code looks up by that name.
 
-    Args:
-        model (nn.Module): of which nothing is run.
-        names (iterable of str): of arguments by keyword.
-
     Raises:
         InputError: for a name that is close to one that is read.
     """

@@ -226,12 +226,6 @@ def check_reconstruction(
     more, on larger tokens, where it adds more. Larger errors of rounding could hide something that
     is wrong by a little, or at a token. Then it is run once more in a wider dtype; but not where
     kernels round by themselves, as they may do so in any dtype: then there is a warning.
-
-    Args:
-        name (str): the layer's, for the error.
-        call (MixerCall): the mixer's.
-        deviation (Deviation): from its output.
-        mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
     """
     dtype = call.output.dtype
     errors, tolerances = deviation.errors(mask), tolerances_of(call, deviation.rounding)

@@ -71,11 +71,6 @@ def check_tables(request: Request, tables: Sequence[Given], operations: frozense
     Relevance begins at what tables return, so that nothing else would tell. Tables that compute
     more than a look-up are given others at half of their ids, once for what a run calls.
 
-    Args:
-        request (Request): what was run.
-        tables (sequence): what tables were given.
-        operations (frozenset): the functions that the run called.
-
     Raises:
         UnsupportedModelError: naming the table.
     """

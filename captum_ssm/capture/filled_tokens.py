@@ -20,11 +20,7 @@ from captum_ssm.utils.nested import tensors_in
 
 
 def may_fill(request: Request) -> bool:
-    """Whether a model may write other arguments into tokens: ids are explained, and floats are not.
-
-    Args:
-        request (Request): what is run.
-    """
+    """Whether a model may write other arguments into tokens: ids are explained, floats are not."""
     inputs, extra = request.inputs, (*request.positional, *request.named.values())
     has_floats = any(x.is_floating_point() and x.dim() > 1 for x in tensors_in(extra))
     return has_floats and len(inputs) == 1 and not inputs[0].is_floating_point()

@@ -25,10 +25,6 @@ def check_relevance(relevance: Any, model: nn.Module) -> None:
     """Raise `InputError` where relevance holds NaN or Inf, naming the weights that do.
 
     A score may be finite all the same: its gradient, or a map, multiplies such a weight by zero.
-
-    Args:
-        relevance (Any): tensors in containers.
-        model (nn.Module): what they explain.
     """
     if all(is_finite(x) for x in tensors_in(relevance)):
         return

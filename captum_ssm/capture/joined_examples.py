@@ -17,10 +17,8 @@ from captum_ssm.wiring.cuts import RunCuts
 def joins_examples(score: Tensor, ends: Sequence[Any], of_others: Sequence[Any]) -> bool:
     """Whether the first of some scores ``(B,)`` depends on other examples. The graph is kept.
 
-    Args:
-        score (Tensor): with its graph.
-        ends (sequence of Tensor or GradientEdge): earlier tensors, of all examples.
-        of_others (sequence): by end, an index of what is there of the other examples.
+    ``ends`` are earlier tensors, of all examples, and ``of_others`` is, by end, an index of what is
+    there of the other examples.
     """
     if not (score.requires_grad and ends):
         return False
@@ -33,10 +31,7 @@ def joins_examples(score: Tensor, ends: Sequence[Any], of_others: Sequence[Any])
 def are_joined(cuts: RunCuts, output: Tensor, batch: int) -> bool:
     """Whether what mixers are given, or an output, depends on other examples, mixers left out.
 
-    Args:
-        cuts (RunCuts): of the run; its graph is kept.
-        output (Tensor): what the model returned; it may have no graph.
-        batch (int): B.
+    The graph of the run is kept; the output may have none.
     """
     ends = [
         *(port.entry for port in cuts.ports),

@@ -93,11 +93,7 @@ def check_model(model: Any) -> Any:
 def mixer_index(layer: Any, model: nn.Module, paths: Sequence[str], told: str) -> int:
     """The index, from 0 on, of a mixer that is named by its path or its index, or is itself given.
 
-    Args:
-        layer (int, str or nn.Module): an index may be negative, from the end.
-        model (nn.Module): the model.
-        paths (sequence of str): of the model's mixers.
-        told (str): what names it, for the error, such as ``"layer is"``.
+    An index may be negative, from the end. ``told`` names it in the error: ``"layer is"``.
 
     Raises:
         ValueError: for a mixer that is not there.

@@ -46,12 +46,7 @@ class Tolerances(NamedTuple):
 
 
 def tolerances_of(call: MixerCall, rounding: float) -> Tolerances:
-    """The largest relative errors with which a call counts as reproduced.
-
-    Args:
-        call (MixerCall): its dtype, device and weights decide.
-        rounding (float): that of the :class:`FrozenMixer`.
-    """
+    """The largest relative errors with which a call counts as reproduced."""
     dtype = call.output.dtype
     tolerance = TOLERANCE[dtype] * (rounding if dtype.itemsize == 2 else 1.0)
     # Quantized weights may round what enters a layer.

@@ -58,9 +58,6 @@ def find_namesakes(request: Request) -> None:
 
     As in copies of a package that compute something else: what the adapter of the name computes is
     compared with what they return, once for all that look alike.
-
-    Args:
-        request (Request): what to run.
     """
     candidates = [module for _, module in find_mixers(request.module) if may_be_namesake(module)]
     if not candidates:
@@ -80,11 +77,7 @@ def find_namesakes(request: Request) -> None:
 
 @repeated
 def adapter_of(call: MixerCall) -> Adapter:
-    """The adapter of a call's module; another one where that of its name computes something else.
-
-    Args:
-        call (MixerCall): of a mixer, in a run that :func:`find_namesakes` may not have seen.
-    """
+    """A call's adapter; another one where that of its module's name computes something else."""
     module = original(call.module)
     if may_be_namesake(module):
         with quiet(), copied(module) as copies:
@@ -223,10 +216,8 @@ def _set_aside(modules: set[nn.Module]) -> Iterator[None]:
 def find_unknown_mixers(request: Request, *, between: Wiring | None = None) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
-    Args:
-        request (Request): what to run.
-        between (Wiring, optional): that of the known mixers. Where it is mixed, a model that has
-            some is searched too, once for what its graph is made of. Default: None
+    Where ``between``, the wiring of the known mixers, is mixed, a model that has some is searched
+    too, once for what its graph is made of.
 
     Returns:
         bool: whether any were found.

@@ -36,11 +36,7 @@ def check_output(path: Path | None, endings: tuple[str, ...], name: str = "--out
 
 
 def check_file(path: Path | None) -> None:
-    """Raise unless the file is there.
-
-    Raises:
-        ValueError: where it is not.
-    """
+    """Raise unless the file is there."""
     if path is not None and not path.is_file():
         raise ValueError(f"No such file: {path}. Expected the path of a file that exists.")
 

@@ -292,11 +292,7 @@ def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_no_text(args: argparse.Namespace, but: str) -> None:
-    """Raise where an argument is given that is for texts alone.
-
-    Raises:
-        ValueError: names it; ``but`` says what is explained in place of a text.
-    """
+    """Raise where an argument is given that is for texts alone."""
     of_texts = ("target_ids", "max_new_tokens", "span", "hops", "through", "reasoning", "position")
     for name in (*of_texts, "maps", "lens", "units"):
         if getattr(args, name, None) not in (None, False, "token"):

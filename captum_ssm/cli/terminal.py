@@ -42,12 +42,7 @@ def show(explanation: Explanation, units: str = "token") -> None:
 
 
 def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
-    """Print one line per example, and the tokens with the largest share over all.
-
-    Args:
-        explanation (Explanation): of several texts.
-        lines (sequence of int): where each text is in its file.
-    """
+    """Print one line per example, and the tokens with the largest share over all."""
     for line, example in zip(lines, explanation.examples, strict=True):
         answers = (output.answers[output.chosen] for output in example.outputs)
         told = " ".join(

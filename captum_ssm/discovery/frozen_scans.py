@@ -27,9 +27,7 @@ def scans_frozen(model: nn.Module, seen: Callable[[Scan], object] | None = None)
     They return the very values that they return otherwise, linear in their values (and in their
     gate) on the graph. Fused norms run by their equations, whose nodes there are rules for.
 
-    Args:
-        model (nn.Module): copies of the user's modules, thrown away after the run.
-        seen (Callable, optional): is given each scan, alive in the graph. Default: None
+    ``seen`` is given each scan, alive in the graph.
 
     Raises:
         ReconstructionError: from the run, for a scan that is none on the tokens of this run.

@@ -199,14 +199,7 @@ def discover(
 ) -> dict[nn.Module, Adapter]:
     """The mixers among the modules of a model that no adapter is registered for.
 
-    Args:
-        model (nn.Module): the model.
-        run (Callable): runs it once.
-        reproduces (Callable, optional): whether an adapter computes what a call returned. Default:
-            it does not
-
-    Returns:
-        dict: an adapter for each mixer; empty if none was found.
+    ``reproduces`` tells whether an adapter computes what a call returned.
     """
     calls = _Found(model)
     with (

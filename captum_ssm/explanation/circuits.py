@@ -40,10 +40,6 @@ def check_circuits(example: Example, path: str) -> None:
 def check_circuit(circuit: Any, path: str = "the graph") -> None:
     """One flow graph.
 
-    Args:
-        circuit (dict): of the format captum_ssm.flow/1.
-        path (str, optional): for the error. Default: ``"the graph"``
-
     Raises:
         Damaged: for another format, numbers that are not finite, and indices out of range.
     """

@@ -71,11 +71,7 @@ def told_answer(outputs: Sequence[Output], between: str = "") -> ToldAnswer:
 
 
 def require_texts(examples: Iterable[Example], what: str) -> None:
-    """Raise where an example is not a text.
-
-    Raises:
-        ValueError: says what to use in its place.
-    """
+    """Raise where an example is not a text."""
     for example in examples:
         if not example.tokens:
             kind = "an image" if example.image is not None else "a series"

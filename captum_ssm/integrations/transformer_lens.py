@@ -24,10 +24,6 @@ class ExactGatedDeltaNet(GatedDeltaNetBridge):
     def compute_effective_attention(self, cache: Any, layer_idx: int) -> Tensor:
         """The map ``(B, H, L, L)`` of a layer, from the hooks of a run.
 
-        Args:
-            cache (ActivationCache): of ``run_with_cache(tokens, use_cache=False)``.
-            layer_idx (int): the number of the block.
-
         Raises:
             RuntimeError: for a cache without the hooks.
         """

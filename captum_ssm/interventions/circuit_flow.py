@@ -67,9 +67,7 @@ class CircuitFlow:
     def edges(self, kept: Sequence[Edge], target: Any, **options: Any) -> RelevanceEdges:
         """The relevance along every edge in the run with those that are kept.
 
-        Args:
-            kept (sequence of Edge): the circuit.
-            target: as for :meth:`RelevanceFlow.edges`, whose keyword arguments follow.
+        The target and the options are as for :meth:`RelevanceFlow.edges`.
         """
         request = self.request
         stand_ins = partial(

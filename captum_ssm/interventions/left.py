@@ -18,10 +18,8 @@ def sums_of(opened: OpenMixer, operator: TokenOperator | None) -> list[EdgeSum]:
 
     Their coefficients are those of the run without the intervention, where that is known.
 
-    Args:
-        opened (OpenMixer): the mixer.
-        operator (TokenOperator, optional): of the mixer from its inputs up to the output
-            projection; its edges are then meant. None for those of the scans.
+    With ``operator``, that of the mixer from its inputs up to the output projection, its edges are
+    meant; else those of the scans.
     """
     unedited = opened.unedited
     if operator is not None:
@@ -47,12 +45,8 @@ def with_edges(
 ) -> Tensor:
     """What a mixer returns with some of its edges.
 
-    Args:
-        opened (OpenMixer): the mixer.
-        edges (EdgeSet): which edges are kept.
-        operator (TokenOperator, optional): as for :func:`sums_of`.
-        elsewhere (sequence of EdgesElsewhere, optional): for each sum, what its other edges carry;
-            None for nothing. Default: None
+    ``operator`` is as for :func:`sums_of`. ``elsewhere`` is, for each sum, what its other edges
+    carry; None for nothing.
     """
     left = left_of(opened, edges, operator, elsewhere)
     return opened.returning(gated_by(opened, left) if operator is None else left[0])

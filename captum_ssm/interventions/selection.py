@@ -24,13 +24,8 @@ def mask_of(
 ) -> Tensor:
     """The chosen tokens, heads or channels as a bool mask ``(B, L)``.
 
-    Args:
-        what (str): the argument's name, for errors.
-        chosen (int, slice, sequence or Tensor, optional): integers, negative from the end, or
-            bools; ``(L,)``, or one row per example. None for all.
-        shape (tuple of int): (B, L).
-        device (torch.device): of the mask.
-        of (str, optional): what is chosen from, for errors. Default: ``"tokens"``
+    ``chosen`` are integers, negative from the end, or bools; ``(L,)``, or one row per example. None
+    chooses all. ``what`` and ``of`` name the argument, and what is chosen from, in errors.
 
     Raises:
         InputError: for integers outside, or of a wrong shape.

@@ -108,11 +108,6 @@ class CircuitSearch:
         """The edges without those of the smallest relevance in the run of the set itself.
 
         As many as can be are removed at once, and relevance is computed anew in what is left.
-
-        Args:
-            edges (list of Edge): a set.
-            flow (CircuitFlow): relevance in the runs of sets.
-            asked (dict): arguments of its ``edges``.
         """
         count = len(edges) + 1
         while 1 < len(edges) < count:

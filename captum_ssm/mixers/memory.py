@@ -38,11 +38,7 @@ def memory_of(mixer: FrozenMixer) -> StateOperator:
 
 
 def check_directions(operator: StateOperator, directions: Tensor) -> None:
-    """Raise unless directions are ``(F, D, N)`` or ``(F, H, K, P)``, as the state is.
-
-    Raises:
-        InputError: for another shape.
-    """
+    """Raise unless directions are ``(F, D, N)`` or ``(F, H, K, P)``, as the state is."""
     F, expected = len(directions), operator.state_shape
     if directions.shape[1:] != expected:
         raise InputError(

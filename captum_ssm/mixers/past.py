@@ -124,11 +124,6 @@ def check_state(what: str, state: Tensor, expected: tuple[int, ...]) -> None:
 def past_of(module: Any, arguments: dict[str, Any], tokens: Tensor) -> Past | None:
     """A copy of what a cache of transformers holds for a mixer; None for an empty one, or none.
 
-    Args:
-        module (nn.Module): the mixer.
-        arguments (dict): of its call, by name.
-        tokens (Tensor): ``(B, L, E)``, what it is given.
-
     Raises:
         InputError: for a cache of another model, or of another number of examples.
         UnsupportedModelError: for a filled cache of transformers 4.

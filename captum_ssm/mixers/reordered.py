@@ -87,10 +87,7 @@ class ReorderedMixer(FrozenMixer):
 def in_order(call: MixerCall, order: Tensor | None, batch: int) -> MixerCall:
     """A call as if the mixer had been given the model's tokens in their order: ``(B, L, E)``.
 
-    Args:
-        call (MixerCall): as recorded.
-        order (Tensor, optional): ``(W, l)``, as in :class:`ReorderedMixer`; None for the same.
-        batch (int): B.
+    ``order (W, l)`` is as in :class:`ReorderedMixer`; None for the same.
     """
 
     def moved(x: Tensor) -> Tensor:

@@ -37,11 +37,8 @@ def size_and_stride(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """An image size and a stride that give as many patches as there are positions.
 
-    Args:
-        pos (Tensor, optional): the position embeddings, ``(1, L, E)``.
-        tokens (int): how many of the L are CLS tokens.
-        patch (tuple of int): the patch size.
-        image_size, stride (optional): as for ``VisionMamba.from_state_dict``.
+    ``tokens`` of the L are CLS tokens; sizes and strides are as for
+    ``VisionMamba.from_state_dict``.
 
     Raises:
         ValueError: no size fits the number of positions.

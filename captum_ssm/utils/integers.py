@@ -23,9 +23,7 @@ def as_index(value: Any) -> int | None:
 def index_in(value: Any, count: int) -> int | None:
     """An integer as an index of ``count`` things, from 0 on; None for anything else.
 
-    Args:
-        value (Any): of Python, numpy or torch; a negative one counts from the end.
-        count (int): how many things there are.
+    It may be of Python, numpy or torch; a negative one counts from the end.
     """
     index = as_index(value)
     return index % count if index is not None and -count <= index < count else None
@@ -66,11 +64,6 @@ def as_integers(value: Any, device: torch.device) -> Tensor | None:
 
 def from_start(index: Tensor, count: int, told: str) -> Tensor:
     """Indices of ``count`` things, from 0 on, of which negative ones count from the end.
-
-    Args:
-        index (Tensor): integers, of any shape.
-        count (int): how many things there are.
-        told (str): what the indices are, for the error.
 
     Raises:
         InputError: for an index outside.

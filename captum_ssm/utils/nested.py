@@ -23,10 +23,8 @@ def map_tensors(
 ) -> V:
     """A copy of ``value`` with ``function`` of each tensor in its place.
 
-    Args:
-        function (Callable): takes a tensor.
-        value (Any): tensors in containers and dataclasses. Modules and classes stay as they are.
-        on_callables (Callable, optional): what takes the place of a function. Default: itself
+    Modules and classes stay as they are; ``on_callables`` returns what takes the place of a
+    function.
     """
 
     return tree_map(partial(_mapped, function, on_callables), value)

@@ -16,12 +16,6 @@ def products_dtype(device: torch.device) -> torch.dtype:
 
     Not every device does so. The setting is :func:`torch.set_float32_matmul_precision`, or that of
     each backend.
-
-    Args:
-        device (torch.device): where the products are made.
-
-    Returns:
-        torch.dtype: float16 (for TF32, which has as many bits), bfloat16 or float32.
     """
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     # Asking for the one setting is an error once that of a backend was changed.
@@ -36,11 +30,5 @@ def kernels_dtype(device: torch.device) -> torch.dtype:
 
     Those that are written in Triton, as fla's and most of mamba-ssm's, make them on tensor cores in
     TF32, whatever PyTorch was asked to do; so do cuDNN's convolutions, unless they are told not to.
-
-    Args:
-        device (torch.device): where the products are made.
-
-    Returns:
-        torch.dtype: float16 (for TF32, which has as many bits) on a GPU, else float32.
     """
     return torch.float16 if device.type == "cuda" else torch.float32

@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 def text_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """The rows as lines, columns below each other, two spaces apart.
 
-    Args:
-        rows (sequence of sequence of str): the heading first, one text per column.
-        right (collection of int, optional): the columns that end at their right. Default: ``()``
+    The heading is the first row. The columns ``right`` end at their right.
 
     Examples::
 
@@ -30,11 +28,6 @@ def text_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> li
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
     """A table in the notebook's own style; texts are shown and never run.
-
-    Args:
-        head (sequence of str): one heading per column.
-        rows (iterable of sequence of str): one text per column.
-        caption (str, optional): stands above the table. Default: ``""``
 
     Examples::
 

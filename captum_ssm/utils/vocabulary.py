@@ -26,12 +26,7 @@ def unknown_token(tokenizer: Any) -> int | None:
 
 
 def unknown_parts(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The tokens of ``ids`` in one line, if the unknown token is among them; else ``""``.
-
-    Args:
-        tokenizer (TokenizerLike): with an ``unk_token_id``, or without one.
-        ids (sequence of int): what it made of a text.
-    """
+    """The tokens of ``ids`` in one line, if the unknown token is among them; else ``""``."""
     unknown = unknown_token(tokenizer)
     if unknown is None or unknown not in ids:
         return ""
@@ -41,15 +36,8 @@ def unknown_parts(tokenizer: Any, ids: Sequence[int]) -> str:
 def require_known(tokenizer: Any, text: str, ids: Sequence[int], name: str, instead: str) -> None:
     """Raise where a tokenizer put its unknown token for a part of ``text``.
 
-    Args:
-        tokenizer (TokenizerLike): as for :func:`unknown_parts`.
-        text (str): may hold the unknown token itself.
-        ids (sequence of int): what the tokenizer made of it.
-        name (str): of the text, for the message.
-        instead (str): what takes token ids, for the message.
-
-    Raises:
-        TargetError: names tokens that are in the vocabulary, those near the text first.
+    The error names tokens that are in the vocabulary, those near the text first, and ``instead``,
+    what takes token ids.
     """
     read = unknown_parts(tokenizer, ids)
     if not read or tokenizer.unk_token in text:
@@ -77,9 +65,7 @@ def unknown_in_prompt(tokenizer: Any, ids: Sequence[int]) -> str:
 def unknown_words(words: Sequence[str], read_as: str) -> str:
     """The text of a warning of words that a tokenizer does not know.
 
-    Args:
-        words (sequence of str): each of them once.
-        read_as (str): what the model reads in the place of each.
+    ``read_as`` is what the model reads in the place of each.
     """
     shown = ", ".join(map(repr, words[:MOST_NAMED]))
     more = len(words) - MOST_NAMED

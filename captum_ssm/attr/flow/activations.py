@@ -367,12 +367,7 @@ def by_identity(
 def coefficients_of(
     inside: Sequence[Activations], of: Callable[[list[Tensor]], Sequence[Tensor | None]]
 ) -> list[Activations]:
-    """Coefficients in the place of activations, zero where the score does not depend on one.
-
-    Args:
-        inside (sequence of Activations): by mixer.
-        of (Callable): returns the coefficients at tensors.
-    """
+    """Coefficients in the place of activations, zero where the score does not depend on one."""
     coefficients = by_identity([x for activations in inside for x in activations.tensors], of)
 
     def detached(x: Tensor) -> Tensor:

@@ -29,11 +29,8 @@ _READ = 1e-5
 def graph_of(edges: RelevanceEdges, example: int, share: float) -> FlowGraph:
     """The graph of one example.
 
-    Args:
-        edges (RelevanceEdges): with the nodes of the residual stream.
-        example (int): which of the batch.
-        share (float): of the size of all edges between tokens that the graph's edges hold, where so
-            many lead to the output.
+    ``share`` is how much of the size of all edges between tokens the graph's edges hold, where so
+    many lead to the output.
     """
     example = example_index(example, len(edges.score))
     steps = [[list(edges.values())[k] for k in step] for step in edges.steps]

@@ -121,11 +121,6 @@ def _share(value: float, score: float) -> float:
 def components_of(run: DirectRun, layers: Sequence[LayerEdges], score: Tensor) -> Components:
     """The parts of a run that write for its score.
 
-    Args:
-        run (DirectRun): with the direct coefficients.
-        layers (sequence of LayerEdges): by mixer, its edges with these.
-        score (Tensor): ``(B,)``.
-
     Raises:
         UnsupportedModelError: for a stream that is not a sum of what the parts write.
     """

@@ -87,11 +87,7 @@ class DirectRun:
         return cls(parts, coefficients, streams, at_streams)
 
     def check(self) -> None:
-        """Raise unless all blocks pass their stream on as it is, at most times a number.
-
-        Raises:
-            UnsupportedModelError: with the block that does not.
-        """
+        """Raise unless all blocks pass their stream on as it is, at most times a number."""
         if not self.streams or not self.streams[-1].after:
             raise UnsupportedModelError(f"{UNKNOWN_STREAM} Call RelevanceFlow.edges.")
         last = self._coefficients(self.streams[-1].after)[0]

@@ -216,11 +216,7 @@ def layer_edges(
 ) -> LayerEdges:
     """The edges of one mixer, over the model's tokens.
 
-    Args:
-        layer (FrozenCall): the mixer's call.
-        activations (Activations): of the run.
-        coefficients (Activations): of the score at these.
-        formulation (str): ``"hidden"`` or ``"unified"``.
+    ``formulation`` is ``"hidden"`` or ``"unified"``.
     """
     mixer, name = activations.mixer, layer.name
     order = order_of(layer, mixer)
@@ -275,10 +271,6 @@ def layer_edges(
 
 def order_of(layer: FrozenCall, mixer: FrozenMixer) -> Tensor | None:
     """The token of the model that each of a mixer's tokens is, ``(L,)``; None for the same.
-
-    Args:
-        layer (FrozenCall): the mixer's call.
-        mixer (FrozenMixer): as it was frozen in the run, or after it.
 
     Raises:
         UnsupportedModelError: for a mixer that works on windows of the tokens.

@@ -90,10 +90,6 @@ def streams_of(stand_ins: ActivationStandIns, score: Tensor) -> tuple[list[Block
     Where blocks are not modules, as where a loop over two lists says ``x = x + mixer(norm(x))``, it
     is what a norm was given and all ways from the inputs to the score pass.
 
-    Args:
-        stand_ins (ActivationStandIns): of the run.
-        score (Tensor): in its graph.
-
     Returns:
         tuple: the blocks, and whether the score reads no token but in what the last one returns.
     """

@@ -45,15 +45,7 @@ def with_ways(
     layers: Sequence[LayerEdges],
     calls: Sequence[FrozenCall],
 ) -> list[BlockNodes]:
-    """Blocks with what reaches their inputs by no edge, where their books do not balance.
-
-    Args:
-        blocks (sequence of BlockNodes): by block of the run.
-        run (PropagatedRun): with its graph.
-        coefficients (sequence of Activations): by mixer, of the score.
-        layers (sequence of LayerEdges): by mixer.
-        calls (sequence of FrozenCall): by mixer.
-    """
+    """Blocks with what reaches their inputs by no edge, where their books do not balance."""
     shared = shared_tensors(run.streams)
     nodes = []
     for block in blocks:

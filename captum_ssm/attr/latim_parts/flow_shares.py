@@ -20,10 +20,6 @@ def flow_shares(edges: RelevanceEdges, step: int) -> Tensor:
 
     .. math:: P_{ij} \\propto [E_{ij} + \\delta_{ij}\\, o_i]_+ .
 
-    Args:
-        edges (RelevanceEdges): of all layers.
-        step (int): of the model's wiring.
-
     Raises:
         UnsupportedModelError: for mixers that are not all of a block's.
     """

@@ -48,11 +48,8 @@ def read_loop(
 ) -> Iterator[Candidate]:
     """What a loop over tokens may compute.
 
-    Args:
-        parts (sequence of Traced): by token, how the result of its step was made.
-        gathered (Tensor): the results.
-        axis (int): that of the tokens.
-        tolerance (float): the relative error of what the model computed.
+    ``parts`` tell, by token, how the result of its step was made, and ``gathered`` are the results.
+    ``tolerance`` is the relative error of what the model computed.
 
     Raises:
         NotRead: after the last candidate, to say what stands in the way; nothing of what is not a

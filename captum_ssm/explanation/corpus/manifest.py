@@ -64,11 +64,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], owner: int) -> Non
 
 
 def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise where a run cannot go on in a folder.
-
-    Raises:
-        InputError: names what changed.
-    """
+    """Raise where a run cannot go on in a folder."""
     now = json.loads(json.dumps(now))
     changed = [
         f"{what}: {path} was {_short(old)} and is {_short(new)}"

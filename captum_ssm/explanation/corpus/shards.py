@@ -62,13 +62,8 @@ def arrow() -> Any:
 def schema_of(methods: Sequence[str], columns: Mapping[str, str]) -> Any:
     """The columns of a shard.
 
-    Args:
-        methods (sequence of str): their names.
-        columns (dict): the data set's own scalar columns, by name: ``"bool"``, ``"int64"``,
-            ``"float64"`` or ``"string"``.
-
-    Returns:
-        pyarrow.Schema
+    ``columns`` are the data set's own scalar columns, by name: ``"bool"``, ``"int64"``,
+    ``"float64"`` or ``"string"``.
     """
     pa = arrow()
     row = pa.list_(pa.float32())
@@ -143,9 +138,7 @@ def _answers(outputs: Sequence[Output]) -> dict[str, Any]:
 def example_of(row: Mapping[str, Any], map_of: Callable[[str], np.ndarray]) -> tuple[str, Example]:
     """The title and the example of a row that has one.
 
-    Args:
-        row (dict): of Arrow scalars, by the names of columns.
-        map_of (Callable): a map of its shard, by its name ``index/maps/layer``.
+    ``map_of`` returns a map of its shard by its name, ``index/maps/layer``.
     """
     held = json.loads(row["details"].as_py())
     title = held.pop("title")
@@ -181,12 +174,6 @@ def shard_paths(folder: Path) -> dict[int, Path]:
 
 def write_shard(path: Path, number: int, schema: Any, shard: Shard) -> None:
     """Write the maps of a shard, and then its rows: what a Parquet file lies for is finished.
-
-    Args:
-        path (Path): of its Parquet file.
-        number (int): of the shard, which owns its files.
-        schema (pyarrow.Schema): as :func:`schema_of` makes it.
-        shard (Shard): what is written.
 
     Raises:
         OSError: where a file cannot be written; says what to do.

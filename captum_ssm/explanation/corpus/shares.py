@@ -102,11 +102,8 @@ class ShareTable:
     def apart(self, members: np.ndarray) -> tuple[Difference, ...]:
         """What these examples give more or less of their relevance to than all others.
 
-        Args:
-            members (numpy.ndarray): which examples these are, ``(N,)`` bool.
-
-        Returns:
-            tuple of Difference: those whose interval does not hold 0, the surest first.
+        ``members`` are bools, ``(N,)``. A difference whose interval holds 0 is left out; the surest
+        comes first.
         """
         totals = []
         for among in (members, ~members):

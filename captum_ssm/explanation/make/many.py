@@ -190,15 +190,7 @@ class Explainer:
 
     @workspace()
     def __call__(self, rows: Sequence[InputRow]) -> list[Outcome]:
-        """The example of each input, or its error.
-
-        Args:
-            rows (sequence of InputRow): the inputs.
-
-        Returns:
-            list: of :class:`~captum_ssm.explanation.Example` and exceptions, in the order of the
-            inputs.
-        """
+        """The example of each input, or its error."""
         asked: dict[int, Answerable] = {}
         outcomes: dict[int, Outcome] = {}
         for k, row in enumerate(rows):

@@ -62,12 +62,8 @@ def chat_questions(
     it into the conversation, so its tokens are those that the model was trained on. A model that
     tells classes reads the whole conversation.
 
-    Args:
-        setup (Setup): how conversations are explained, such as by which tokenizer.
-        messages (list): a conversation, or a list of several.
-        target, against (Any): as for ``explain``, one per conversation.
-        tell (Callable): what the model puts out, by a text, and whether it is the only one.
-        is_written (bool, optional): whether the model writes the answer. Default: False
+    ``tell`` says what the model puts out, by a text, and whether it is the only one. ``is_written``
+    tells whether the model writes the answer.
 
     Raises:
         ValueError, TypeError: for what is not a conversation, and a tokenizer without a template.

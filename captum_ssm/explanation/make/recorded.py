@@ -43,9 +43,7 @@ class Recorded:
     def compared(self, logits: Tensor, tokens: Sequence[Token]) -> Replay:
         """The comparison.
 
-        Args:
-            logits (Tensor): ``(n, V)``, at the tokens :attr:`read_at`.
-            tokens (sequence of Token): of the prompt and its answer.
+        ``logits (n, V)`` are those at the tokens :attr:`read_at`.
 
         Raises:
             InputError: where one differs by more than the bound.

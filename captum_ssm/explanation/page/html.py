@@ -108,11 +108,7 @@ def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str
 def report_html(data: dict[str, Any]) -> str:
     """The page of a report, with the page of an explanation inside for the examples it shows.
 
-    Args:
-        data (dict): of the format ``captum_ssm.report/1``.
-
-    Returns:
-        str: the page. Write it with ``encoding="utf-8"``.
+    The data are of the format ``captum_ssm.report/1``. Write it with ``encoding="utf-8"``.
     """
     extras = (*extras_of(data["shown"]), True)
     return _document(data, stylesheet(*extras), script(*extras), "openReport(document.body, data);")

@@ -90,15 +90,7 @@ def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:
 
 
 def framed(page: str, title: str) -> str:
-    """A page in a frame of its own, as a notebook shows it without a kernel.
-
-    Args:
-        page (str): the whole page.
-        title (str): what is read where frames are removed.
-
-    Returns:
-        str: one line of HTML.
-    """
+    """A page in a frame of its own, as a notebook shows it without a kernel."""
     title = html.escape(title)
     # One line: a notebook's file has each line as a string of its own.
     page = html.escape(page).replace("\n", "&#10;")

@@ -77,10 +77,6 @@ def opening_of(example: Example, method: str) -> int | None:
     tokens before them. What answers the prompt is a word that reads something in it from afar: the
     one for which a single token of the prompt, not one of those right before it, has the largest
     share of the relevance. Signs are passed over, and of a conversation the template's tokens.
-
-    Args:
-        example (Example): a text with an answer after its prompt.
-        method (str): whose relevance is compared.
     """
     said = np.ones(example.prompt, dtype=bool)
     for span in example.units.get("turn", ()):

@@ -66,10 +66,8 @@ def made_folder(output: Any) -> Path:
 def this_process(process: Any, accelerator: Any) -> tuple[int, int]:
     """The number of this process, and how many there are.
 
-    Args:
-        process (tuple, optional): ``(k, n)``, as the caller says.
-        accelerator (accelerate.Accelerator, optional): in place of it. With neither, what
-            ``torchrun`` and ``accelerate launch`` tell each process (``RANK``, ``WORLD_SIZE``).
+    The caller says so as ``process``, ``(k, n)``, or ``accelerator`` does. With neither, it is what
+    ``torchrun`` and ``accelerate launch`` tell each process (``RANK``, ``WORLD_SIZE``).
 
     Raises:
         InputError: for what is not one of n processes.

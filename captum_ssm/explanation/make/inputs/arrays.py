@@ -133,13 +133,8 @@ def inputs_for(
 ) -> Given:
     """What inputs are for a model.
 
-    Args:
-        model (nn.Module): decides what it takes.
-        inputs (Any): an array, a tensor, a pandas table, a picture or its path; or several.
-        processor (Callable, optional): makes what the model takes of pictures.
-        mean, std (sequence of float, optional): for pictures without a processor.
-        known (dict, optional): what was found of earlier inputs of this model, which is not tried
-            again for those of the same shape. Default: None
+    ``known`` is what earlier inputs of this model told, which is not tried again for those of the
+    same shape.
 
     Raises:
         InputError: where the model takes none of the readings; it has the model's own reason.

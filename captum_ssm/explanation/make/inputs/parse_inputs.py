@@ -44,11 +44,6 @@ def parse_inputs(
 ) -> tuple[Any, list[Text] | None, Any]:
     """The tokenizer, if any, the texts or their ids, and else None and the image.
 
-    Args:
-        tokenizer (Any): may be the inputs, where there are none.
-        inputs (Any): as ``explain`` takes them.
-        tensors (dict): by keyword, None where they were not given.
-
     Raises:
         ValueError, TypeError: as for ``explain``.
     """
@@ -186,12 +181,7 @@ def _read(tokenizer: Any, text: Text) -> TokenizedText:
 
 
 def warn_of_unknown(texts: Sequence[TokenizedText], stacklevel: int) -> None:
-    """Warn of words that the tokenizer does not know, once for all texts.
-
-    Args:
-        texts (sequence of TokenizedText): as they were read.
-        stacklevel (int): of the caller's warning, as :func:`warnings.warn` takes it.
-    """
+    """Warn of words that the tokenizer does not know, once for all texts."""
     unknown = [token for text in texts for token in text.tokens if token.read_as is not None]
     if unknown:
         words = list(dict.fromkeys(token.text.strip() for token in unknown))

@@ -91,10 +91,8 @@ def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Tokenize
 def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
     """Two texts as a tokenizer joins them: one text, the second in a line of its own.
 
-    Args:
-        tokenizer (TokenizerLike): a fast one tells which characters a token stands for; of
-            another one it is found by decoding.
-        first, second (str): what is read.
+    A fast tokenizer tells which characters a token stands for; with another one they are searched
+    for by decoding.
 
     Raises:
         InputError: where one of them is empty.

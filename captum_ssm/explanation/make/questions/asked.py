@@ -67,13 +67,9 @@ def text_questions(
 ) -> Sequence[Answerable]:
     """What is asked about each text, all of it checked before anything is computed.
 
-    Args:
-        setup (Setup): how texts are explained, such as by which tokenizer they are read.
-        texts (sequence): as people typed them.
-        target, against (Any): one for all texts, or a list with one for each.
-        tell (Callable): what the model puts out, by a text, and whether it is the only one.
-        answers (sequence of Callable, optional): of conversations, where the model continues texts:
-            from targets to the text before each answer, the answer, and its rival. Default: ``()``
+    ``tell`` says what the model puts out, by a text, and whether it is the only one. ``answers``
+    are for conversations, where the model continues texts: from targets to the text before each
+    answer, the answer, and its rival.
 
     Raises:
         ValueError, TypeError: as for ``explain``; of several texts they say which.

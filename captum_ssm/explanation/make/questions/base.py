@@ -279,11 +279,7 @@ class Explain(OneInput):
 def per_example(name: str, target: Any, B: int, is_one: bool = True) -> list[Any]:
     """A target for each example: one for all, or a list with one each.
 
-    Args:
-        name (str): of the target, for the message.
-        target (Any): as ``explain`` takes it.
-        B (int): how many examples there are.
-        is_one (bool, optional): whether a list of integers is one target. Default: True
+    With ``is_one``, a list of integers is one target.
 
     Raises:
         InputError: for a list of another length.

@@ -63,11 +63,8 @@ def explained_text(
 ) -> Steps[Example]:
     """The questions about one text, explained.
 
-    Args:
-        questions (Questions): what is asked of it.
-        ids (Tensor): what the model reads, ``(1, n)``: the first n tokens of the text.
-        whole (TokenizedText): the text of L tokens.
-        prompt (int): how many of them are the prompt's.
+    ``ids (1, n)`` are the first n tokens of the whole text, which the model reads; ``prompt`` is
+    how many tokens are those of the prompt.
     """
     L = len(whole.tokens)
     questions.require_memory(L)

@@ -59,13 +59,8 @@ def task_of(
 ) -> Task:
     """What a model puts out, as its output for one text tells.
 
-    Args:
-        module (nn.Module): the model.
-        text (TokenizedText): what it is run on.
-        tokenizer (TokenizerLike, optional): its vocabulary is compared with.
-        labels (sequence or dict of str, optional): names of classes, as ``explain`` takes them.
-        is_one (bool, optional): whether there is no other text; where there are, texts of a
-            language model that reads no later token are padded. Default: True
+    ``is_one`` tells that there is no other text: where there are, texts of a language model that
+    reads no later token are padded.
 
     Raises:
         ValueError: for an output that is none of these, such as hidden states.

@@ -17,10 +17,7 @@ MOST_NAMED = 20  # in a message
 def names_of(labels: Any, model: Any, count: int) -> tuple[str, ...]:
     """One name for each of so many classes.
 
-    Args:
-        labels (sequence or dict of str, optional): as ``explain`` takes it.
-        model (nn.Module): its configuration names its own classes, if it does.
-        count (int): how many classes there are.
+    The configuration of a model may name its classes.
 
     Raises:
         ValueError: for another number of names.

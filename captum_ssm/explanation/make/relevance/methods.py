@@ -30,13 +30,6 @@ def parse_methods(
 ) -> dict[str, RowSource]:
     """The sources of rows, by the names that they have in the explanation.
 
-    Args:
-        methods (Any): as ``explain`` takes it.
-        model (nn.Module or nnsight model): as it was given.
-        module (nn.Module): the torch module in it.
-        tokenizer (TokenizerLike, optional): tells which token replaces a removed one.
-        memory_limit (int, optional): of the methods of this library that are given by name.
-
     Raises:
         ValueError: for an unknown method or option, a method twice, or one of another model.
     """

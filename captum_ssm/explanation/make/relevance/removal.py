@@ -167,15 +167,8 @@ def validated(
 ) -> Validation | None:
     """The curves of one example: the mean over its outputs.
 
-    Args:
-        run (Run): runs the model.
-        inputs (Tensor): ``(1, ...)``.
-        relevance (dict): by method, ``(R, ...)`` in the shape of the input.
-        asked (dict): the questions that are checked, by row.
-        replacement (Replacement): what a removed token becomes.
-
-    Returns:
-        Validation: or None where the input has no part that can be removed by itself.
+    None where the input has no part that can be removed by itself. ``relevance`` is by method,
+    ``(R, ...)`` in the shape of the input; ``asked`` are the questions that are checked, by row.
     """
     if inputs.dim() > 4:
         return None

@@ -98,9 +98,8 @@ class ServedRecord:
 def read_records(records: Any) -> list[ServedRecord]:
     """Every answer in a record or a list of records, in their order.
 
-    Args:
-        records (Any): a record, as a dict or as the object of vLLM or of the OpenAI client, the log
-            of an evaluation, or a list of these, or of the chunks of a stream.
+    A record is a dict, the object of vLLM or of the OpenAI client, or the log of an evaluation; a
+    list may hold the chunks of a stream.
 
     Raises:
         InputError: for what is none of the known formats, and for a record that is cut off.
@@ -118,11 +117,7 @@ def read_records(records: Any) -> list[ServedRecord]:
 
 
 def each_answer(entries: Iterable[Any]) -> Iterator[ServedRecord | Exception]:
-    """Every answer in records that come one after the other, or the error of a record.
-
-    Args:
-        entries (iterable): records, chunks of streams, and errors of what could not be read.
-    """
+    """Every answer in records that come one after the other, or the error of a record."""
     for group in grouped(chain.from_iterable(map(each_record, map(as_data, entries)))):
         try:
             yield from _answers(whole(group))

@@ -21,11 +21,7 @@ TOLD = (
 
 
 def check_told(options: Mapping[str, Any]) -> None:
-    """Raise for options that say what a record tells.
-
-    Raises:
-        TypeError: names the first one.
-    """
+    """Raise for options that say what a record tells."""
     for name in TOLD:
         if options.get(name) is not None:
             raise TypeError(f"{name} is given, and the record tells it; leave it out.")
@@ -40,12 +36,8 @@ def served_row(
 ) -> InputRow:
     """What is explained of a record.
 
-    Args:
-        record (ServedRecord): a prompt of P tokens, and an answer.
-        vocabulary (Vocabulary): of the local model's tokenizer.
-        bound (float, optional): how much log probabilities may differ; None for any amount.
-        temperature (float): by which the server divided its logits.
-        against (Any, optional): as for ``explain``. Default: None
+    ``bound`` is how much log probabilities may differ, None for any amount; the server divided its
+    logits by ``temperature``.
 
     Raises:
         InputError: for a prompt or an answer that the tokenizer does not reproduce.

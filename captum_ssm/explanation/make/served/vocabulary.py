@@ -34,10 +34,6 @@ class Vocabulary:
         the one counts that continues the answer's text, and of several that do the tokenizer's
         own.
 
-        Args:
-            tokens (sequence of ServedToken): as they were recorded.
-            text (str, optional): of the whole answer.
-
         Raises:
             InputError: for a token that the tokenizer does not have, or that may be several, and
                 for tokens that spell another text.
