@@ -3,9 +3,7 @@
 import torch
 from torch import nn
 
-from captum_ssm import (
-    FrozenMixer,
-)
+from captum_ssm import FrozenMixer
 from captum_ssm.operators import DiagonalOperator
 
 

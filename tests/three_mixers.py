@@ -1,7 +1,5 @@
 """Three mixers, what else people put between them, and their rollout written out by hand."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -13,14 +13,7 @@ from lessons import ChainTask, greedy
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from captum_ssm.examples.chains import (
-    IDS,
-    NUMBERS,
-    RECORD_LENGTH,
-    Puzzle,
-    encode,
-    other_thought,
-)
+from captum_ssm.examples.chains import IDS, NUMBERS, RECORD_LENGTH, Puzzle, encode, other_thought
 
 NUMBER_IDS = torch.tensor([IDS[word] for word in NUMBERS])
 

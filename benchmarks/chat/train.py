@@ -20,12 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
-from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from captum_ssm.examples.chat import (
     END,

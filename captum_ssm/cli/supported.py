@@ -15,24 +15,11 @@ from torch import Tensor, nn
 from captum_ssm.attr import LaTIM, MambaLRP, methods
 from captum_ssm.capture import Request
 from captum_ssm.capture.record import record
-from captum_ssm.cli.loading import (
-    MODEL,
-    add_loading,
-    check_loading,
-    load_config,
-    load_model,
-    quiet,
-)
+from captum_ssm.cli.loading import MODEL, add_loading, check_loading, load_config, load_model, quiet
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.inspection.cost import Costs
 from captum_ssm.inspection.implicit_attention import hidden_attention
-from captum_ssm.inspection.support import (
-    ERRORS,
-    first_line,
-    kinds_of,
-    outside,
-    supported,
-)
+from captum_ssm.inspection.support import ERRORS, first_line, kinds_of, outside, supported
 from captum_ssm.inspection.support_report import Support, counted, indented, shortened
 from captum_ssm.kernels import extension_report
 from captum_ssm.mixers import find_mixers

@@ -9,16 +9,7 @@ from textwrap import shorten
 
 import numpy as np
 
-from captum_ssm.explanation.parts import (
-    END,
-    LABEL,
-    PART,
-    START,
-    Answer,
-    Example,
-    Method,
-    Output,
-)
+from captum_ssm.explanation.parts import END, LABEL, PART, START, Answer, Example, Method, Output
 from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.units import bounds_of, read_apart, spans_of, summed, texts_of
 

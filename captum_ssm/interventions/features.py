@@ -16,12 +16,7 @@ from captum_ssm.interventions.editing import Edit, edited
 from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.memory import (
-    changes_of_state,
-    check_directions,
-    memory_of,
-    state_of,
-)
+from captum_ssm.mixers.memory import changes_of_state, check_directions, memory_of, state_of
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.nested import with_first

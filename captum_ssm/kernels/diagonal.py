@@ -28,11 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from captum_ssm.kernels.arguments import promote, row_index, row_range, shape_error
-from captum_ssm.kernels.convolution import (
-    causal_conv,
-    causal_conv_taps,
-    causal_conv_transpose,
-)
+from captum_ssm.kernels.convolution import causal_conv, causal_conv_taps, causal_conv_transpose
 from captum_ssm.kernels.diagonal_states import HUGE, outputs, reversed_outputs, scaled
 from captum_ssm.kernels.extension import OPS, warn_if_missing
 from captum_ssm.kernels.registration import operation

@@ -12,12 +12,7 @@ from torch import Tensor
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.operators import (
-    ConvolvedOperator,
-    DiagonalOperator,
-    SumOperator,
-    TokenOperator,
-)
+from captum_ssm.operators import ConvolvedOperator, DiagonalOperator, SumOperator, TokenOperator
 from captum_ssm.operators.recurrence import StateOperator, for_each
 
 

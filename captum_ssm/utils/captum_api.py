@@ -1,8 +1,6 @@
 """The parts of Captum this library builds on; its private helpers are imported here only."""
 
-from captum._utils.common import (
-    _format_additional_forward_args as format_additional_forward_args,
-)
+from captum._utils.common import _format_additional_forward_args as format_additional_forward_args
 from captum._utils.common import _format_output as format_output
 from captum._utils.common import _format_tensor_into_tuples as format_tensor_into_tuples
 from captum._utils.common import _is_tuple as is_tuple

@@ -1,7 +1,5 @@
 """Models that join the examples of a batch, and functions that cannot be differentiated twice."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -7,12 +7,7 @@ import torch
 from commands import COPYING, DIGITS, explain
 from families import build
 from models import SHARED, ids, tiny
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaForCausalLM
 
 from captum_ssm import LaTIM, MambaLRP, estimate, hidden_attention
 from captum_ssm.attr import methods

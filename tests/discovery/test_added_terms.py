@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from xlstm_layers import NORMS, WIDTH, L, Layer, mlstm
 
-from captum_ssm import (
-    LaTIM,
-    MambaAttribution,
-    UnsupportedModelError,
-    hidden_attention,
-    supported,
-)
+from captum_ssm import LaTIM, MambaAttribution, UnsupportedModelError, hidden_attention, supported
 from captum_ssm.discovery.measure import freeze_measured
 
 EVERY = ("conv", "activation", "gate", "norm", "skip")

@@ -11,13 +11,7 @@ from proofs import proven
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm import (
-    LaTIM,
-    MambaLRP,
-    UnsupportedModelError,
-    hidden_attention,
-    supported,
-)
+from captum_ssm import LaTIM, MambaLRP, UnsupportedModelError, hidden_attention, supported
 from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.mixers import MixerCall
 from captum_ssm.operators import ToeplitzOperator

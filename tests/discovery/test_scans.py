@@ -27,9 +27,7 @@ from captum_ssm.discovery.scans import (
     prove,
     register_scan,
 )
-from captum_ssm.discovery.scans import (
-    form as _form,
-)
+from captum_ssm.discovery.scans import form as _form
 from captum_ssm.discovery.scans.forms import heads as _heads
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.registry import how_known

@@ -5,8 +5,6 @@ between the mixers, and whether autograd shows it, is looked at on their naive f
 (``test_layers.py``), and on the kernels that do run with gradients (``test_models.py``).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from layers import LAYERS, build

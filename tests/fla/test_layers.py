@@ -1,7 +1,5 @@
 """flash-linear-attention's layers against its naive recurrences."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -11,12 +11,7 @@ from fla.ops.stickbreaking_attn.naive import naive_stickbreaking_attn
 from models import ids
 from proofs import assert_adds_up
 
-from captum_ssm import (
-    MambaRollout,
-    UnsupportedModelError,
-    hidden_attention,
-    supported,
-)
+from captum_ssm import MambaRollout, UnsupportedModelError, hidden_attention, supported
 from captum_ssm.discovery.scans import Scan, ScanCalls, intercepted
 
 pytestmark = [

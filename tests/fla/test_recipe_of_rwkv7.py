@@ -1,7 +1,5 @@
 """The page of RWKV-7 in docs/recipes, on fla's own class at a small size."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

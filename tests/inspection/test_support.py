@@ -1,7 +1,5 @@
 """What ``supported`` says of a model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import build

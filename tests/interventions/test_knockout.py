@@ -10,14 +10,7 @@ import pytest
 import torch
 import wild
 from edges import SCANS, removed_by_hand
-from families import (
-    FAMILIES,
-    HYBRIDS,
-    WITHOUT_STATE,
-    build,
-    padded,
-    skip_what_fails_by_itself,
-)
+from families import FAMILIES, HYBRIDS, WITHOUT_STATE, build, padded, skip_what_fails_by_itself
 from methods import assert_close
 from models import embed, ids, recast, tiny
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The census of token mixers names every class of the installed packages."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

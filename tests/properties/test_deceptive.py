@@ -1,7 +1,5 @@
 """Wirings that deceive: ways that are hidden at their own tokens, and results that go nowhere."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A decoder of attention that reads what mixers encode: its rows are not the mixers' tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from inputs import noise

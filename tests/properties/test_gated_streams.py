@@ -1,7 +1,5 @@
 """Streams that mixers gate, and sums of states: against products written out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from methods import MAPS, METHODS, assert_close

@@ -10,12 +10,7 @@ from models import embed, ids
 from torch import Tensor, nn
 
 from captum_ssm import UnsupportedModelError
-from captum_ssm.interventions import (
-    attribution_patching,
-    circuit,
-    knockout,
-    patched,
-)
+from captum_ssm.interventions import attribution_patching, circuit, knockout, patched
 
 L = 6
 

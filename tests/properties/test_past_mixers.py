@@ -1,7 +1,5 @@
 """What is added once more past mixers, at its own tokens: against products written out by hand."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

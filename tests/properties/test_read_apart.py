@@ -1,7 +1,5 @@
 """A stream that an output reads apart from what mixers return: against products by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from methods import assert_close

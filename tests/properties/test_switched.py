@@ -1,7 +1,5 @@
 """What a model does in some calls only: later, in long texts, or by what earlier calls left."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from methods import MAPS, METHODS, assert_close

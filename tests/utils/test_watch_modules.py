@@ -1,7 +1,5 @@
 """Functions that are called before and after calls of some modules."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What a score reads, by token: uneven readouts, ways around mixers, hidden and unknown ways."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

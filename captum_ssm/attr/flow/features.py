@@ -12,12 +12,7 @@ from torch import Tensor
 from captum_ssm.attr.flow.activations import Activations, ActivationStandIns, PropagatedRun
 from captum_ssm.capture import FrozenCall, Readout
 from captum_ssm.errors import UnsupportedModelError
-from captum_ssm.mixers.memory import (
-    changes_of_state,
-    check_directions,
-    memory_of,
-    state_of,
-)
+from captum_ssm.mixers.memory import changes_of_state, check_directions, memory_of, state_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.integers import count_of
 

@@ -16,12 +16,7 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.components import COMPONENTS
 from captum_ssm.mixers.reordered import ReorderedMixer
-from captum_ssm.operators import (
-    PermutedOperator,
-    SoftmaxOperator,
-    SumOperator,
-    TokenOperator,
-)
+from captum_ssm.operators import PermutedOperator, SoftmaxOperator, SumOperator, TokenOperator
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.integers import from_start
 from captum_ssm.utils.lazy import cached_property

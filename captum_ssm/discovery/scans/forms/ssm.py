@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.discovery.scans.form import Candidate, register_scan
-from captum_ssm.discovery.scans.forms.arguments import (
-    log_decays,
-    per_channel,
-    working_dtype,
-)
+from captum_ssm.discovery.scans.forms.arguments import log_decays, per_channel, working_dtype
 from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
@@ -220,11 +216,7 @@ def trapezoid(
         "gate": ("q",),
     }
 )
-def gated_sum(
-    x: Tensor,
-    decay: Tensor,
-    gate: Tensor | None = None,
-) -> Iterator[Candidate]:
+def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[Candidate]:
     """``h_t = a_t h_(t-1) + x_t``: x and a ``(B, L, D)`` or ``(B, D, L)``, or their logarithms."""
     if x.dim() != 3 or decay.shape != x.shape or x.is_complex() or decay.is_complex():
         return
