@@ -35,12 +35,8 @@ def save(
 ) -> None:
     """Write the rows as JSON.
 
-    Args:
-        path (Path): where to.
-        benchmark (str): the name of what was measured.
-        rows (sequence of dict): the results.
-        cpu_time (bool): times are the processor's instead of the wall clock's.
-        details: what else the rows depend on, such as other packages' versions.
+    ``cpu_time`` tells that times are the processor's instead of the wall clock's; ``details`` are
+    what else the rows depend on, such as other packages' versions.
     """
     record = {
         "benchmark": benchmark,

@@ -29,12 +29,9 @@ def options(
 ) -> argparse.ArgumentParser:
     """A parser of the options that the scripts share; each script adds its own.
 
-    Args:
-        description (str, optional): the script's docstring, whose first line is shown.
-        output (str): the folder's name in ``tutorials/models``; one that ends in ``-`` lacks the
-            model's name, which :func:`parsed` adds.
-        report_every (int): the default of ``--report-every``.
-        others (int): further whole numbers with their defaults, such as ``steps``.
+    ``output`` is the folder's name in ``tutorials/models``; one that ends in ``-`` lacks the
+    model's name, which :func:`parsed` adds. ``others`` are further whole numbers with their
+    defaults, such as ``steps``.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     is_whole = not output.endswith("-")
@@ -114,11 +111,7 @@ def about_run(
 ) -> dict[str, Any]:
     """The card's rows on how a model was trained.
 
-    Args:
-        script (str): its path from the repository's root.
-        args (argparse.Namespace): ``seed``.
-        training (str): the steps and the time.
-        packages (sequence of modules): those whose versions matter.
+    ``training`` tells the steps and the time; ``packages`` are those whose versions matter.
     """
     versions = ", ".join(f"{package.__name__} {package.__version__}" for package in packages)
     return {
@@ -137,11 +130,9 @@ def train_module(
 ) -> None:
     """Train a plain module on one thread, judge it, and save it with its metrics and its card.
 
-    Args:
-        args (argparse.Namespace): ``output`` and ``seed``.
-        train (Callable): returns the trained model; what it takes is the time on the card.
-        evaluate (Callable): takes the model, in evaluation mode, to its held-out scores.
-        model_card (Callable): takes metrics, arguments and seconds of processor time to the card.
+    What ``train`` takes is the time on the card. ``evaluate`` takes the model, in evaluation mode,
+    to its held-out scores; ``model_card`` takes metrics, arguments and seconds of processor time to
+    the card.
     """
     set_up()
     torch.manual_seed(args.seed)

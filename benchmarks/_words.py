@@ -87,11 +87,8 @@ def save_and_judge(
 ) -> None:
     """Save, and judge what was written, on the code that others will run, not what is in memory.
 
-    Args:
-        model, tokenizer: what was trained.
-        directory (Path): of the checkpoint; its metrics and its card are written next to it.
-        evaluate (Callable): takes the model as it was saved to its metrics.
-        card (Callable): takes these to the text of the README.md.
+    ``evaluate`` takes the model as it was saved to its metrics, and ``card`` these to the text of
+    the README.md, next to the checkpoint in ``directory``.
     """
     save_portably(model, tokenizer, directory)
     saved = type(model).from_pretrained(directory, local_files_only=True).eval()

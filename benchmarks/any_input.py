@@ -376,11 +376,7 @@ def tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 class Explained:
-    """A case with its own gradient.
-
-    Args:
-        case (Case): its model is moved, unless it is trained.
-    """
+    """A case with its own gradient."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

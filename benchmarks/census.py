@@ -366,11 +366,8 @@ def count_fla(only: list[str]) -> dict[str, Row]:
 def on_cpu(setattr: Callable[..., None] = setattr) -> frozenset[str]:
     """Let fla's layers run where kernels do not: on its naive forms, or its recurrences.
 
-    Args:
-        setattr (Callable, optional): puts them in; a test passes one that undoes it.
-
-    Returns:
-        frozenset of str: the files of the layers that run on naive forms.
+    ``setattr`` puts them in; a test passes one that undoes it. The files of the layers that run on
+    naive forms are returned.
     """
     importlib.import_module("fla.layers.simple_gla")  # which fla.layers leaves out
     sys.path.insert(0, str(ROOT / "tests" / "fla"))

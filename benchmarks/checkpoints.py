@@ -55,12 +55,8 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 def row(name: str, path: str, dtype: str, text: str, page: Path) -> dict[str, Any]:
     """All numbers of one checkpoint in one precision, and its page.
 
-    Args:
-        name (str): of the checkpoint.
-        path (str): on the hub, or a folder.
-        dtype (str): the precision of weights and computation.
-        text (str): what the model goes on with; its likeliest next token is explained.
-        page (Path): where the page is written.
+    The ``path`` is on the hub, or a folder; ``dtype`` is the precision of weights and computation.
+    The likeliest next token of ``text`` is explained.
     """
     own = {"trust_remote_code": True} if name in OWN_CODE else {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, **own)

@@ -72,9 +72,8 @@ def on_both(
 ) -> tuple[Any, Any]:
     """What a call returns of a model on the GPU, and of a model on the CPU.
 
-    Args:
-        call (Callable): of the model, and of what puts a tensor on the model's device.
-        make (Callable): the model, on the CPU.
+    ``call`` takes the model and what puts a tensor on the model's device; ``make`` makes the model,
+    on the CPU.
     """
     there = make().to(DEVICE)
     return call(there, lambda x: x.to(DEVICE)), call(make(), lambda x: x)

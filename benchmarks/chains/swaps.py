@@ -61,10 +61,8 @@ class Subject:
     def after_changes(self, puzzles: list[Puzzle], link: int, mine: bool) -> dict[str, Tensor]:
         """What becomes of the answer after one record is changed or removed, by boolean tensors.
 
-        Args:
-            puzzles (list): n of them.
-            link (int): the record's place in its chain, from 0.
-            mine (bool): whether it is a record of the chain that is asked for.
+        ``link`` is the record's place in its chain, from 0; ``mine`` tells whether it is a record
+        of the chain that is asked for.
         """
         length = max(len(self.task.continuation(puzzle)) for puzzle in puzzles)
         before = torch.tensor([IDS[puzzle.answer] for puzzle in puzzles])

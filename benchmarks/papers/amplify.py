@@ -100,12 +100,7 @@ def load(name: str, limit: int | None) -> list[Question]:
 
 
 class Answerer:
-    """A language model that answers by the likeliest option after a prompt.
-
-    Args:
-        model (nn.Module): a causal language model of transformers.
-        tokenizer (PreTrainedTokenizerFast): its tokenizer; offsets are asked of it.
-    """
+    """A language model that answers by the likeliest option after a prompt."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer

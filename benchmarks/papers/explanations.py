@@ -75,10 +75,8 @@ def of_token_ids(
 ) -> dict[str, Callable[..., Tensor]]:
     """Captum's methods on token ids, ``(B, L)`` to ``(B, L)``, through the embeddings.
 
-    Args:
-        forward_func (Callable): ids to scores, as Captum takes it.
-        embedding (nn.Module): what ``forward_func`` runs on the ids.
-        unknown (int): the id that integrated gradients start from.
+    ``forward_func`` takes ids to scores, and runs ``embedding`` on them; ``unknown`` is the id that
+    integrated gradients start from.
     """
     integrated = LayerIntegratedGradients(forward_func, embedding)
     product = LayerGradientXActivation(forward_func, embedding)

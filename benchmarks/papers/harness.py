@@ -56,13 +56,8 @@ def dataset(
 ) -> Any:
     """Samples of a data set, by hub name, or of local files: a folder, or one .parquet or .json(l).
 
-    Args:
-        name (str): as above.
-        configuration (str, optional): of a data set on the hub.
-        split (str): of it, or of a folder that names its files by split.
-        limit (int, optional): this many samples; None for all.
-        seed (int, optional): shuffles them first: where samples are sorted by class, the first
-            ones say little. None for the order in the file. Default: None
+    ``split`` is that of the data set, or of a folder that names its files by split. With ``seed``,
+    samples are shuffled first: where they are sorted by class, the first ones say little.
     """
     datasets = required("datasets")
     path = Path(name)
@@ -91,16 +86,9 @@ def report(
 ) -> None:
     """Writes ``<name>.json`` and ``<name>.md`` and prints the table; the first process does.
 
-    Args:
-        accelerator (Accelerator): the processes.
-        output (Path): the folder.
-        name (str): of the files.
-        about (dict): what was run: model, data, how many samples.
-        scores (dict): estimates by method and column.
-        paper (dict): the paper's numbers by method and column, in the table's unit.
-        columns (dict): by key, the heading and what a score is multiplied by in the table.
-        notes (str): what the numbers are and where the paper's come from.
-        curves (optional): more for the .json. Default: None
+    ``about`` says what was run: model, data, how many samples. ``scores`` are estimates by method
+    and column, ``paper`` the paper's numbers in the table's unit, and ``columns``, by key, the
+    heading and what a score is multiplied by in the table. ``curves`` go into the .json alone.
     """
     if not accelerator.is_main_process:
         return

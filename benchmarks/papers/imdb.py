@@ -114,9 +114,7 @@ def padding_id(model: Any, unknown: int) -> int:
     transformers' classifiers read the rightmost id that is not their configuration's padding,
     whatever the mask says; the papers' checkpoint goes by the mask, whatever the id.
 
-    Args:
-        model (nn.Module): the classifier.
-        unknown (int): the id of removed tokens, which must not be taken for padding.
+    ``unknown`` is the id of removed tokens, which must not be taken for padding.
     """
     if isinstance(model, MeanPooledMamba):
         return unknown

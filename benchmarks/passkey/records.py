@@ -145,13 +145,9 @@ def make_batch(
 ) -> PasskeyBatch:
     """A batch of ``n`` examples.
 
-    Args:
-        n: Number of examples.
-        generator: Source of all randomness; the same state gives the same batch.
-        context: Number of tokens before the question.
-        records: Number of records in the context; the rest of it is filler.
-        questions: Number of questions; the same record can come up again.
-        held_out: Whether they are reserved ones, which training examples never are.
+    The same state of the ``generator`` gives the same batch. ``context`` and ``records`` count the
+    tokens before the question and the records among them; the rest is filler. A record can be asked
+    for twice; reserved ones, which training examples never are, are ``held_out``.
     """
     filler = context - RECORD_LENGTH * records
     if filler < 0 or questions < 1 or not 1 <= records <= len(KEYS):

@@ -63,11 +63,8 @@ def finding(relevance: Tensor, cause: Tensor, irrelevant: Tensor) -> dict[str, T
 def effects(model: nn.Module, examples: Examples, units: Tensor, others: Tensor | float) -> Tensor:
     """How far the target's logit falls when one unit holds something else, ``(B, U)``.
 
-    Args:
-        model (nn.Module): which is run once for each unit.
-        examples (Examples): B of them.
-        units (Tensor): the unit of each entry of an input.
-        others (Tensor or float): what the unit holds: that of another input, or one value.
+    ``others`` are what the unit holds: that of another input, or one value. The model is run once
+    for each unit.
     """
     count = int(units.max()) + 1
     numbers = torch.arange(count).view(-1, *[1] * units.dim())

@@ -170,12 +170,7 @@ def proven(
 ) -> tuple[list[Examples], dict[str, int]]:
     """Examples with a proof, as many as asked for, and how many were drawn for them.
 
-    Args:
-        task (Task): of which.
-        model (nn.Module): that has to pass.
-        count (int): how many.
-        seed (int): the same seed draws the same examples.
-        most (int, optional): give up after so many draws of ``count``. Default: 8
+    The same ``seed`` draws the same examples; after ``most`` draws of ``count``, it gives up.
 
     Raises:
         ValueError: if no example passes.

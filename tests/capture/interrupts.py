@@ -128,11 +128,8 @@ class _Watch:
 def left_changed(name: str, first: int = 0, step: int = 1) -> tuple[list[Moment], list[Moment]]:
     """The moments at which a call was interrupted, and those that left something changed.
 
-    Args:
-        name (str): the call, one of ``CALLS``.
-        first, step (int, optional): every how many of its moments, from which one on; of those in
-            the standard library's contexts, which come again and again, a twentieth of that.
-            Default: 0, 1
+    ``first`` and ``step`` say every how many of its moments, from which one on; of those in the
+    standard library's contexts, which come again and again, it is a twentieth of that.
     """
     model, tokens = tiny("jamba"), ids(1, 5)
 
