@@ -144,11 +144,7 @@ def _check_weights(model: nn.Module) -> None:
 
 @contextmanager
 def masks_explained(model: nn.Module, named: Mapping[str, Any]) -> Iterator[None]:
-    """Say of a run that fails with a mask of more axes than tokens have that it may be the mask.
-
-    Raises:
-        InputError: in place of what the model raises.
-    """
+    """Say of a run that fails with a mask of more axes than tokens have that it may be the mask."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -20,11 +20,7 @@ def add_output(parser: argparse._ActionsContainer, what: str) -> None:
 
 
 def check_output(path: Path | None, endings: tuple[str, ...], name: str = "--output") -> None:
-    """Raise unless a file of one of these kinds can be written there.
-
-    Raises:
-        ValueError: for another ending, or a folder that does not exist.
-    """
+    """Raise unless a file of one of these kinds can be written there."""
     if path is None:
         return
     if path.suffix not in endings:

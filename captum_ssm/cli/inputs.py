@@ -46,11 +46,7 @@ def read_texts(path: Path) -> Texts:
 
 
 def read_messages(path: Path) -> Any:
-    """A conversation, or several, which :func:`captum_ssm.explain` checks.
-
-    Raises:
-        ValueError: for a file that is not JSON.
-    """
+    """A conversation, or several, of a JSON file, or a ValueError; ``explain`` checks them."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

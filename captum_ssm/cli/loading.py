@@ -104,11 +104,7 @@ def found_model(name: str) -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise where torch cannot use the device.
-
-    Raises:
-        ValueError: names those that it can use.
-    """
+    """Raise where torch cannot use the device."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -171,11 +167,7 @@ def _architecture(name: str) -> str:
 
 
 def load_config(name: str) -> nn.Module:
-    """A model of texts without weights.
-
-    Raises:
-        ValueError: where there is no configuration of one.
-    """
+    """A model of texts without weights, or a ValueError where it has no configuration."""
     import transformers
 
     try:
@@ -187,11 +179,7 @@ def load_config(name: str) -> nn.Module:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        ValueError: where there is none.
-    """
+    """The tokenizer of a model, or a ValueError where there is none."""
     import transformers
 
     why: Any = "its vocabulary is empty"

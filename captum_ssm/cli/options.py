@@ -34,11 +34,7 @@ def add_methods(parser: argparse.ArgumentParser, *aliases: str) -> None:
 
 
 def methods_of(args: argparse.Namespace) -> str | dict[str, dict[str, Any]]:
-    """The methods that were given, each with its options; or all.
-
-    Raises:
-        ValueError: as for :func:`options_of`.
-    """
+    """The methods that were given, each with its options; or all."""
     chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
     options = options_of(args, chosen)
     return ALL if ALL in chosen else options

@@ -100,11 +100,7 @@ def _records(log: Path, requests: Path | None) -> list[Any]:
 
 
 def bound_of(text: str) -> float | None:
-    """How much log probabilities may differ; None for any amount.
-
-    Raises:
-        ValueError: for what is not a number.
-    """
+    """How much log probabilities may differ, or a ValueError; None for any amount."""
     if text.lower() == "none":
         return None
     try:

@@ -162,11 +162,7 @@ def with_pictures(
 
 
 def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:
-    """The spans of an example's units; None for its tokens.
-
-    Raises:
-        ValueError: for units that it does not have.
-    """
+    """The spans of an example's units, or a ValueError where it has none; None for its tokens."""
     if units == "token":
         return None
     if units not in example.units:

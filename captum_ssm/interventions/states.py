@@ -171,11 +171,7 @@ def positions_of(what: str, chosen: Tokens, operator: StateOperator) -> Tensor:
 
 
 def state_operator(mixer: FrozenMixer) -> StateOperator:
-    """The recurrence whose state can be exchanged for that of another run.
-
-    Raises:
-        UnsupportedModelError: there is no such recurrence.
-    """
+    """The recurrence whose state can be exchanged for that of another run, or an error."""
     operator = mixer.recurrence
     if isinstance(operator, StateOperator) and mixer.memory is None:
         return operator

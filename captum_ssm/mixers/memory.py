@@ -17,11 +17,7 @@ from captum_ssm.operators.recurrence import StateOperator, for_each
 
 
 def memory_of(mixer: FrozenMixer) -> StateOperator:
-    """The recurrence whose state a mixer keeps.
-
-    Raises:
-        UnsupportedModelError: the mixer keeps no state, or several.
-    """
+    """The recurrence whose state a mixer keeps, or an error where there is not exactly one."""
     operator = mixer.recurrence if mixer.memory is None else mixer.memory()
     if isinstance(operator, StateOperator):
         return operator

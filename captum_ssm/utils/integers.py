@@ -63,11 +63,7 @@ def as_integers(value: Any, device: torch.device) -> Tensor | None:
 
 
 def from_start(index: Tensor, count: int, told: str) -> Tensor:
-    """Indices of ``count`` things, from 0 on, of which negative ones count from the end.
-
-    Raises:
-        InputError: for an index outside.
-    """
+    """Indices of ``count`` things from 0 on, or an InputError; negative ones count from the end."""
     if bool(((index < -count) | (index >= count)).any()):
         raise InputError(f"{told}: expected 0 .. {count - 1} (or -{count} .. -1 from the end).")
     return index % count

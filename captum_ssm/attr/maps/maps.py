@@ -95,11 +95,7 @@ class MapOptions:
 
     @classmethod
     def of(cls, choices: Mapping[str, Any], **fixed: Any) -> MapOptions:
-        """The options of a method called with ``choices``.
-
-        Raises:
-            TypeError: for a name that is not an option.
-        """
+        """The options of a method called with ``choices``, or a TypeError for other names."""
         known = tuple(MapChoices.__annotations__)
         unknown = [name for name in choices if name not in known]
         if unknown:

@@ -251,11 +251,7 @@ def _is_by_token(later: Point, earlier: Point) -> bool:
 
 
 def token_argument(call: MixerCall) -> Tensor:
-    """The tokens among a call's arguments: one for each token of the output.
-
-    Raises:
-        UnsupportedModelError: there are none.
-    """
+    """The tokens among a call's arguments, one for each token of the output, or an error."""
     output = first_tensor(call.result)
     shape = None if output is None else tuple(output.shape)
     for value in tensors_in((call.args, call.kwargs)):

@@ -169,11 +169,7 @@ class Explainer:
         return inputs.named(self.options["features"])
 
     def answer(self, questions: Sequence[Answerable], target: Any = None) -> list[Example]:
-        """The example of each question.
-
-        Raises:
-            ValueError, TypeError: as for ``explain``; of several inputs they say which.
-        """
+        """The example of each question."""
         examples: dict[int, Example] = {}
         for k, outcome in self._answered(questions, target):
             if isinstance(outcome, Exception):
@@ -211,11 +207,7 @@ class Explainer:
         return questions[0]
 
     def size(self, row: InputRow) -> int:
-        """How many tokens or numbers an input has.
-
-        Raises:
-            ValueError, TypeError: as for ``explain``.
-        """
+        """How many tokens or numbers an input has."""
         return self._about(row).size
 
     def heading(self, examples: Sequence[Example]) -> str:

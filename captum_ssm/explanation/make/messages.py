@@ -90,11 +90,7 @@ class Conversation:
 
     @classmethod
     def of(cls, tokenizer: Any, messages: Any) -> Conversation:
-        """One conversation, checked.
-
-        Raises:
-            ValueError, TypeError: for what is not one, and a tokenizer without a template.
-        """
+        """One conversation, checked."""
         (said,) = _parse([messages])
         _require_template(tokenizer)
         return cls(tokenizer, tuple(said))

@@ -63,11 +63,7 @@ class Continued:
         step: Any,
         options: Mapping[str, Any],
     ) -> Continued:
-        """The text, checked.
-
-        Raises:
-            ValueError, TypeError: as for :func:`captum_ssm.continuation_relevance`.
-        """
+        """The text, checked."""
         check_attr_target(score)
         for name, why in EXCLUDED.items():
             if options.get(name) is not None and options[name] is not False:

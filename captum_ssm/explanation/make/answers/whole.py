@@ -45,11 +45,7 @@ class AskedAnswer:
 
     @classmethod
     def of(cls, span: Any, hops: Any, reasoning: Any, through: Any = RELEVANCE) -> AskedAnswer:
-        """The arguments, checked.
-
-        Raises:
-            ValueError, TypeError: for what is none of them.
-        """
+        """The arguments, checked."""
         if span is not None and not isinstance(span, str):
             raw, span = span, pair_of(span)
             if span is None:

@@ -199,11 +199,7 @@ def check_ids(ids: Tensor, model: nn.Module, media: Media | None) -> None:
 
 @contextmanager
 def refusals_explained(model: nn.Module, media: Media | None, ids: Tensor) -> Iterator[None]:
-    """Say what was given, where a model does not take a text, or images or sound with it.
-
-    Raises:
-        InputError: in place of what the model raises.
-    """
+    """Say what was given, where a model does not take a text, or images or sound with it."""
     try:
         yield
     except RAISED as error:

@@ -42,11 +42,7 @@ Text = str | tuple[str, str] | Ids | TokenizedText
 def parse_inputs(
     tokenizer: Any, inputs: Any, tensors: Mapping[str, Any]
 ) -> tuple[Any, list[Text] | None, Any]:
-    """The tokenizer, if any, the texts or their ids, and else None and the image.
-
-    Raises:
-        ValueError, TypeError: as for ``explain``.
-    """
+    """The tokenizer, if any, the texts or their ids, and else None and the image."""
     if inputs is None and not is_tokenizer(tokenizer):
         tokenizer, inputs = None, tokenizer
     given_tensors = {name: value for name, value in tensors.items() if value is not None}

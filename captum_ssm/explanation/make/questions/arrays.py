@@ -146,11 +146,7 @@ class ArrayQuestion:
 
 
 def array_questions(setup: Setup, inputs: Given, target: Any, against: Any) -> list[ArrayQuestion]:
-    """What is asked about each input.
-
-    Raises:
-        ValueError: for targets that are not one per example.
-    """
+    """What is asked about each input; a ValueError for targets that are not one per example."""
     B = len(inputs.examples)
     targets, others = per_example("target", target, B), per_example("against", against, B)
     pairs = enumerate(zip(targets, others, strict=True))

@@ -28,11 +28,7 @@ QUESTIONS: dict[Kind, Any] = {
 
 
 def require_known_to_media(setup: Setup, texts: Sequence[TokenizedText]) -> None:
-    """Raise for what would leave out images or sound that go with a text, or take them as words.
-
-    Raises:
-        InputError: says what to use in its place.
-    """
+    """Raise for what would leave out images or sound that go with a text, or take them as words."""
     media = [text.media for text in texts if text.media is not None]
     if not media:
         return

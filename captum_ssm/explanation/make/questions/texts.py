@@ -46,11 +46,7 @@ class TextQuestion:
     def of(
         cls, setup: Setup, task: Task, text: TokenizedText, target: Any, against: Any
     ) -> TextQuestion:
-        """The question, checked: targets are continuations of the text.
-
-        Raises:
-            ValueError, TypeError: for targets or positions that are none.
-        """
+        """The question, checked: targets are continuations of the text."""
         if text.parts:
             raise InputError(
                 "there is a second text (a pair, or token_type_ids), and the model tells the next "

@@ -300,11 +300,7 @@ def _with_forward(method: Attribution, forward: Callable[..., Tensor]) -> Attrib
 
 
 def embedding_table(module: nn.Module) -> nn.Module:
-    """The embedding table of the tokens.
-
-    Raises:
-        ValueError: where it is not known.
-    """
+    """The embedding table of the tokens, or a ValueError where it is not known."""
     table = input_embeddings(module)
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     if table is None and len(tables) == 1:
