@@ -37,12 +37,7 @@ _SCANS = (DiagonalOperator, LinearAttentionOperator)
 
 @dataclass(frozen=True)
 class FrozenDuringRun:
-    """A mixer that was frozen while the model ran, and how far it is from what the mixer returned.
-
-    Args:
-        mixer (FrozenMixer, optional): None where it was not kept.
-        deviation (Deviation): from the mixer's own output.
-    """
+    """A mixer frozen while the model ran, None if not kept, and how far it is from the module."""
 
     mixer: FrozenMixer | None
     deviation: Deviation

@@ -16,12 +16,7 @@ _RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 
 class OtherCalls(TorchFunctionMode):
-    """Notes depthwise convolutions, and layers whose recurrence is not linear.
-
-    Args:
-        convolved (Callable): called at each depthwise convolution.
-        layered (Callable): called at each such layer, with the reason why it is not a scan.
-    """
+    """Notes depthwise convolutions, and layers whose recurrence is not linear."""
 
     def __init__(self, convolved: Callable[[], None], layered: Callable[[str], None]) -> None:
         super().__init__()

@@ -35,11 +35,7 @@ _WEIGHTED = frozenset(("Add", "Div", "Mul", "Rsub", "Sub"))
 
 
 class SegmentGraph:
-    """A graph that is cut at its leaves: how its tensors read these by way of no other one.
-
-    Args:
-        leaves (mapping of int to Point): by name, where it is cut.
-    """
+    """A graph that is cut at its leaves: how its tensors read these by way of no other one."""
 
     def __init__(self, leaves: Mapping[int, Point]) -> None:
         self.leaves, self._names = leaves, list(leaves)

@@ -231,9 +231,6 @@ class WeightsThroughStem(TokenWeights):
 
     T is then the product of the two, :math:`T_{tm} T_{ms}`. Tokens of many channels take few
     passes, and those that a leaf of few channels takes are short.
-
-    Args:
-        between (Point): these tokens.
     """
 
     between: Point = field(kw_only=True)

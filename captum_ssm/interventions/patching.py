@@ -179,12 +179,7 @@ def activation_patching(
 
 @dataclass(frozen=True)
 class Pair:
-    """A clean and a corrupted run.
-
-    Args:
-        model (nn.Module): the model.
-        clean, corrupted (FrozenModel): the model frozen at each.
-    """
+    """A clean and a corrupted run."""
 
     model: Any
     clean: FrozenModel

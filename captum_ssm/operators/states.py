@@ -75,10 +75,6 @@ class LatterOperator(AroundOperator):
 
     So attention goes on after cached keys: the state holds the values of the tokens before.
 
-    Args:
-        inner (TokenOperator): over all tokens.
-        first (int): how many tokens come before.
-
     Examples::
 
         >>> query, key = torch.randn(2, 1, 2, 5, 3)

@@ -74,12 +74,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class ScannedCall:
-    """A call of a mixer that was measured, which ran as it is, its scans frozen.
-
-    Args:
-        scans (list of Scan): its scans, alive in the graph.
-        output (Tensor): what it returned, ``(B, L, E)``.
-    """
+    """A call of a mixer that was measured, which ran as it is, its scans frozen."""
 
     scans: list[Scan]
     output: Tensor

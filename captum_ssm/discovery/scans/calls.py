@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.discovery.scans.form import of_any_form
+from captum_ssm.discovery.scans.form import all_forms, of_any
 from captum_ssm.discovery.scans.forms.fourier import TRANSFORMS, Transforms, fourier_convolution
 from captum_ssm.discovery.scans.forms.loops import GATHERS, Gathers, TokenLoop, token_loop
 from captum_ssm.discovery.scans.forms.products import (
@@ -191,7 +191,8 @@ def candidate_functions() -> list[Callable[..., Any]]:
 
     PyTorch's softmax attention and convolutions by its Fourier transforms are among them.
     """
-    functions, is_of_any, candidates = all_functions(), of_any_form(), list[Callable[..., Any]]()
+    functions, is_of_any = all_functions(), of_any(all_forms())
+    candidates: list[Callable[..., Any]] = []
     for function, code in zip(functions, own_codes(functions), strict=True):
         # A quick test first: a process has tens of thousands of functions.
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

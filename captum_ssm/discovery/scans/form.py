@@ -162,13 +162,9 @@ def register_scan(
     return register if build is None else register(build)
 
 
-def of_any_form() -> Callable[[tuple[str, ...]], bool]:
-    """A function that says whether some parameters have the roles of any form, and remembers it."""
-    return _of_any(all_forms())
-
-
 @lru_cache(maxsize=2)
-def _of_any(forms: tuple[ScanForm, ...]) -> Callable[[tuple[str, ...]], bool]:
+def of_any(forms: tuple[ScanForm, ...]) -> Callable[[tuple[str, ...]], bool]:
+    """A function that says whether some parameters have the roles of any form, and remembers it."""
     # Each form needs a name of these two sets, which few functions of a process have.
     first, last = (
         frozenset(name for form in forms for name in form.names[form.needed[role]])

@@ -49,12 +49,7 @@ class Share:
 
 
 class ShareTable:
-    """All shares of one kind: per example and key.
-
-    Args:
-        readings (list of Reading): of N examples.
-        kind (str): of the keys.
-    """
+    """All shares of one kind: per example and key."""
 
     def __init__(self, readings: list[Reading], kind: str) -> None:
         self.kind, self.size = kind, len(readings)

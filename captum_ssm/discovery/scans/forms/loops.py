@@ -61,11 +61,7 @@ token_loop = TokenLoop((lambda: None).__code__, 0)
 
 
 class Gathers:
-    """The calls of :data:`GATHERS` in a run.
-
-    Args:
-        trace (CallTrace, optional): the calls of the run. Default: None
-    """
+    """The calls of :data:`GATHERS` in a run."""
 
     def __init__(self, trace: CallTrace | None = None) -> None:
         self.trace = trace

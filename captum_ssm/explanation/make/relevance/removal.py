@@ -31,12 +31,7 @@ BATCH = 32  # inputs that the model is given at a time
 
 @dataclass(frozen=True)
 class Replacement:
-    """The token that replaces a removed one.
-
-    Args:
-        token (int): its id.
-        name (str): what the tokenizer calls it.
-    """
+    """The token that replaces a removed one."""
 
     token: int
     name: str

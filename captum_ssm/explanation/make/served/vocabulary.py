@@ -17,11 +17,7 @@ OTHER = "so this is the tokenizer of another model"
 
 
 class Vocabulary:
-    """A tokenizer's tokens by their texts and bytes.
-
-    Args:
-        tokenizer (TokenizerLike): of the local model.
-    """
+    """A tokenizer's tokens by their texts and bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
