@@ -68,7 +68,7 @@ def may_have(visit: ModuleVisit, length: int) -> bool:
     """Whether tokens of a call can be parted into sequences of a length."""
     tensors = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
     sizes = [x[0].numel() // x.shape[axis] for x in tensors if x.numel() for axis in (-1, 1)]
-    return any(size % length == 0 for size in sizes)
+    return any(size % length == 0 for size in [*sizes, *map(len, tensors)])
 
 
 def takes_tokens(call: MixerCall) -> bool:

@@ -225,6 +225,76 @@ class Backward(Griffin):
         return torch.stack(states[::-1], 1)
 
 
+class Started(Loop):
+    """A recurrence whose first step has no state to add."""
+
+    how = "if"
+
+    def steps(self, u):
+        h, f, v = None, self.f(u).sigmoid(), self.v(u)
+        for t in range(u.shape[1]):
+            b = self.value(v[:, t])
+            if self.how == "within":
+                b = b if h is None else b + self.hold(f[:, t]) * h
+                h = b.view(len(b), -1)
+            else:
+                h = b if h is None else self.hold(f[:, t]) * h + b
+            yield h
+
+
+class StartedWithin(Started):
+    how = "within"
+
+
+class StartedAhead(Loop):
+    """All it adds is known before the loop, and the first of it is the first state."""
+
+    def forward(self, x):
+        u = self.enter(x)
+        f, v = self.f(u).sigmoid(), self.v(u).tanh()
+        v = torch.stack([self.value(x) for x in v.unbind(1)], 1) if self.is_holding else v
+        out = torch.empty_like(v)
+        out[:, 0] = self.state(v[:, 0])
+        for t in range(1, x.shape[1]):
+            out[:, t] = self.state(self.hold(f[:, t]) * out[:, t - 1] + v[:, t])
+        return self.leave(out)
+
+
+class Alone(Griffin):
+    """Its results have another axis, of one entry."""
+
+    def gathered(self, states):
+        out = torch.empty(len(states[0]), len(states), 1, WIDTH)
+        for t, h in enumerate(states):
+            out[:, t, 0] = h
+        return out[:, :, 0]
+
+
+class OfTime(nn.Module):
+    """A loop of ``(L, B, E)``, as recurrent layers of PyTorch take their tokens."""
+
+    def __init__(self, loop):
+        super().__init__()
+        self.loop = loop
+
+    def forward(self, x):
+        loop, u = self.loop, self.loop.enter(x)
+        return loop.leave(torch.stack([loop.state(h) for h in loop.steps(u.transpose(0, 1))]))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(OfTime(Started()) for _ in range(2)), Model().head
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x[-1])
+
+
+STARTED = (Started, StartedWithin, StartedAhead, Alone)
 FORMS = (Griffin, MinGRU, InPlace, SLSTM, GatesReadTheState, MLSTM, Mamba, Titans)
 
 
@@ -249,10 +319,19 @@ def hidden(module, x):
     return maps.repeat_interleave(WIDTH // maps.shape[1], 1)
 
 
-@pytest.mark.parametrize("kind", [*FORMS, Written, Grown, TokensFirst])
+@pytest.mark.parametrize("kind", [*FORMS, *STARTED, Written, Grown, TokensFirst])
 def test_a_loops_maps_are_those_of_impulses_with_held_coefficients(kind):
     module, x = kind().eval(), tokens()
     torch.testing.assert_close(hidden(module, x), module.maps(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_loop_of_tokens_that_come_before_the_batch(batch):
+    model, x = TimeFirst().eval(), torch.randn(batch, 7, WIDTH)
+    first, _ = hidden_attention(model, x).values()
+    loop = model.layers[0].loop
+    loop.forward = lambda x: model.layers[0](x.transpose(0, 1))
+    torch.testing.assert_close(first, loop.maps(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_loop_from_the_last_token_to_the_first():

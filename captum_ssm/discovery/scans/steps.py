@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from captum_ssm.discovery.scans.trace import Traced, TracedCall
+from captum_ssm.discovery.scans.trace import Traced, TracedCall, version_of
 
 # The numbers of all maps together; those of longer sequences would not fit into memory.
 LARGEST = 1 << 28
@@ -56,7 +56,43 @@ class LoopSteps:
         pairs = zip(reversed(first), reversed(later[0]), strict=False)
         unlike = (n for n, (a, b) in enumerate(pairs) if a.function != b.function)
         alike = next(unlike, min(len(first), len(later[0])))
-        return cls(tuple(results), (first[len(first) - alike :], *later))
+        steps = cls(tuple(results), (first[len(first) - alike :], *later))
+        starts = (steps._from_zeros(later[0], n) for n in range(min(alike + 1, len(later[0]))))
+        return next((start for start in starts if start is not None), steps)
+
+    def _from_zeros(self, second: tuple[TracedCall, ...], after: int) -> LoopSteps | None:
+        # A first step that makes b where others make a h + b does so too, of a state of zeros.
+        # The last calls of each, so many, are after that.
+        first, (result, *_), others = self.calls[0], self.results, self.calls[2:]
+        early = second[: len(second) - len(first)]
+        carried = {result, *(made for call in first for made in call.made if made is not None)}
+        if not any(read in carried for call in early for read in call.made):
+            return None
+        last, call = first[len(first) - after :], second[-1 - after]
+        reads = [
+            read
+            for a, b in zip(last, second[len(second) - after :], strict=True)
+            for read in zip(a.made, b.made, strict=True)
+        ]
+        made = next((x for x, y in reads if y is not None and y.call is call), None)
+        made = made if after else result
+        start = None if made is None else _of_zeros(call, made, self)
+        if made is None or start is None:
+            return None
+        second = second[-len(others[0]) :] if others else second
+        start = replace(start, order=(last or second)[0].order - 0.5)
+        instead: dict[TracedCall, TracedCall] = {}
+
+        def read(x: Traced) -> Traced:
+            return Traced(start, 0) if x == made else Traced(instead.get(x.call, x.call), x.output)
+
+        def rewritten(call: TracedCall) -> TracedCall:
+            reads = [None if x is None else read(x) for x in call.made]
+            return instead.setdefault(call, replace(call, made=reads))
+
+        calls = [[rewritten(call) for call in of_step] for of_step in (last, second, *others)]
+        calls[0].insert(0, start)
+        return LoopSteps(tuple(map(read, self.results)), tuple(map(tuple, calls)))
 
     @property
     def are_alike(self) -> bool:
@@ -65,7 +101,7 @@ class LoopSteps:
         return bool(self.calls[0]) and all(functions == called[0] for functions in called)
 
     @property
-    def begins(self) -> int:
+    def begins(self) -> float:
         """The order of the loop's first call."""
         return self.calls[0][0].order
 
@@ -109,19 +145,19 @@ class LoopSteps:
 
 
 def before(
-    made: Traced, since: int = 0, most: int | None = None, without: Traced | None = None
+    made: Traced, since: float = 0, most: int | None = None, without: Traced | None = None
 ) -> tuple[TracedCall, ...]:
     """The calls that something was made by, in their order.
 
     Args:
         made (Traced): how it was made.
-        since (int, optional): the order of the first call that counts. Default: 0
+        since (float, optional): the order of the first call that counts. Default: 0
         most (int, optional): how many calls, the last ones. Default: all
         without (Traced, optional): the calls that only this was made by are left out. Default: None
     """
     if made == without:
         return ()
-    calls, waiting = dict[int, TracedCall](), {made.call.order: made.call}
+    calls, waiting = dict[float, TracedCall](), {made.call.order: made.call}
     while waiting and (most is None or len(calls) < most):
         call = waiting.pop(max(waiting))
         if call.order >= since:
@@ -129,6 +165,38 @@ def before(
             read = [x for x in call.made if x is not None and x != without]
             waiting |= {x.call.order: x.call for x in read}
     return tuple(calls[order] for order in sorted(calls))
+
+
+def _of_zeros(call: TracedCall, made: Traced, steps: LoopSteps) -> TracedCall | None:
+    # A call of the second step as it makes something of the first one, where what it reads of that
+    # step is zeros; None where it does not.
+    first, second = steps.calls[:2]
+    carried = {made, *(Traced(call, n) for call in first for n in range(len(call.leaves)))}
+    since = steps.results[0].call.order + 1
+
+    def is_carried(x: Traced | None) -> bool:
+        calls = () if x is None else before(x, since=since)
+        return not carried.isdisjoint([x, *(read for call in calls for read in call.made)])
+
+    known = {
+        x: leaf for of in (*first, *second) for x, leaf in zip(of.made, of.leaves, strict=True)
+    }
+    result, of_state = known.get(made), [is_carried(x) for x in call.made]
+    if not any(of_state) or not is_number(result):
+        return None
+    leaves = [
+        torch.zeros_like(x) if is_state else x
+        for x, is_state in zip(call.leaves, of_state, strict=True)
+    ]
+    for n, leaf in enumerate(leaves):
+        if of_state[n] or not is_number(leaf) or leaf.shape != result.shape:
+            continue
+        taken, reads = [*leaves], [made if k == n else None for k in range(len(leaves))]
+        taken[n] = result
+        returned = call.outputs(taken)
+        if len(returned) == 1 and torch.equal(returned[0], result):
+            return replace(call, leaves=taken, made=reads, versions=[*map(version_of, taken)])
+    return None
 
 
 class LoopRerun:

@@ -35,7 +35,7 @@ class TracedCall:
         versions (list of int): those of tensors, before the call.
         written (tuple of int): which of the leaves it changed in place. They count as outputs,
             after what it returned.
-        order (int): its number among the calls of the run.
+        order (float): its number among the calls of the run.
     """
 
     function: Callable[..., Any]
@@ -44,7 +44,7 @@ class TracedCall:
     made: list[Traced | None]
     versions: list[int]
     written: tuple[int, ...]
-    order: int
+    order: float
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class TracedCall:
         """Its arguments as they were then: what was written over since is computed again."""
         return [
             made.call.outputs(made.call.values())[made.output]
-            if made is not None and _version(x) != version
+            if made is not None and version_of(x) != version
             else x
             for x, made, version in zip(self.leaves, self.made, self.versions, strict=True)
         ]
@@ -77,24 +77,25 @@ class CallTrace:
     def made(self, x: Any) -> Traced | None:
         """How a tensor was made; None if it was written to by way of another one since."""
         made, version = self._made.get(x, (None, 0)) if torch.is_tensor(x) else (None, 0)
-        return made if made is not None and _version(x) == version else None
+        return made if made is not None and version_of(x) == version else None
 
     def run(self, run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         """What ``run(func, args, kwargs)`` returns, noted as a call of ``func``."""
         leaves, spec = tree_flatten((args, kwargs))
-        made, versions = [self.made(x) for x in leaves], [*map(_version, leaves)]
+        made, versions = [self.made(x) for x in leaves], [*map(version_of, leaves)]
         result = run(func, args, kwargs)
         returned = tree_leaves(result)
-        written = tuple(n for n, x in enumerate(leaves) if _version(x) != versions[n])
+        written = tuple(n for n, x in enumerate(leaves) if version_of(x) != versions[n])
         outputs = [*returned, *(leaves[n] for n in written)]
         if any(map(torch.is_tensor, outputs)):
             self._count += 1
             call = TracedCall(func, leaves, spec, made, versions, written, self._count)
             for n, x in enumerate(outputs):
                 if torch.is_tensor(x):
-                    self._made[x] = Traced(call, n), _version(x)
+                    self._made[x] = Traced(call, n), version_of(x)
         return result
 
 
-def _version(x: Any) -> int:
+def version_of(x: Any) -> int:
+    """The version of a tensor's numbers; 0 where none is kept."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0

@@ -157,7 +157,7 @@ def _variables(frame: FrameType) -> dict[str, Tensor]:
 
 
 def _single_entry(shape: Sequence[int], index: Any) -> tuple[int, int] | None:
-    # The axis and the entry that an index names, if it is one entry of one axis.
+    # The axis and the entry that an index names, if it is one entry of one axis longer than 1.
     index = list(index) if isinstance(index, tuple) else [index]
     if any(entry is Ellipsis for entry in index):
         at = next(n for n, entry in enumerate(index) if entry is Ellipsis)
@@ -165,7 +165,7 @@ def _single_entry(shape: Sequence[int], index: Any) -> tuple[int, int] | None:
     entries = [
         (axis, entry % size)
         for axis, (entry, size) in enumerate(zip(index, shape, strict=False))
-        if type(entry) is int
+        if type(entry) is int and size != 1
     ]
     others = [entry for entry in index if type(entry) is not int and entry != slice(None)]
     return entries[0] if len(entries) == 1 and not others else None
