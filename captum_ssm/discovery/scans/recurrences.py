@@ -59,12 +59,22 @@ def read_loop(
     made.sort(key=lambda step: step[0].call.order)
     if len(parts) < 2 or len({part.call.order for part, _ in made}) < len(parts):
         raise NotRead("")
-    steps = LoopSteps.of([part for part, _ in made])
+    at, why = tuple(at for _, at in made), ""
+    for steps in LoopSteps.of([part for part, _ in made]).readings():
+        try:
+            yield from _read(steps, at, gathered, axis, tolerance)
+        except NotRead as error:
+            why = why or str(error)
+    raise NotRead(why)
+
+
+def _read(
+    steps: LoopSteps, at: tuple[int, ...], gathered: Tensor, axis: int, tolerance: float
+) -> Iterator[Candidate]:
     if not steps.calls[0] or not steps.is_recurrent():
         raise NotRead("")
     if not steps.are_alike:
         raise NotRead("its steps do not all call the same functions")
-    at = tuple(at for _, at in made)
     yield from _Loop(steps, at, gathered, axis, tolerance).candidates()
 
 

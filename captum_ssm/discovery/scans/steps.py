@@ -56,9 +56,16 @@ class LoopSteps:
         pairs = zip(reversed(first), reversed(later[0]), strict=False)
         unlike = (n for n, (a, b) in enumerate(pairs) if a.function != b.function)
         alike = next(unlike, min(len(first), len(later[0])))
-        steps = cls(tuple(results), (first[len(first) - alike :], *later))
-        starts = (steps._from_zeros(later[0], n) for n in range(min(alike + 1, len(later[0]))))
-        return next((start for start in starts if start is not None), steps)
+        return cls(tuple(results), (first[len(first) - alike :], *later))
+
+    def readings(self) -> Iterator[LoopSteps]:
+        """The steps as they ran; then with a first one like the others, if one can be made."""
+        yield self
+        second, first = self.calls[1], self.calls[0]
+        for after in range(min(len(first) + 1, len(second))):
+            if (steps := self._from_zeros(second, after)) is not None:
+                yield steps
+                return
 
     def _from_zeros(self, second: tuple[TracedCall, ...], after: int) -> LoopSteps | None:
         # A first step that makes b where others make a h + b does so too, of a state of zeros.
