@@ -72,9 +72,13 @@ class Recording:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, L), the tokens that the last mixer works on."""
-        B = self.request.batch
-        return B, math.prod(self.calls[-1].output.shape[:-1]) // B
+        """(B, L), the tokens that the last mixer works on; those of the output's rows where an
+        earlier one works on so many more, as before a tower of fewer tokens.
+        """
+        B, output = self.request.batch, extract_logits(self.output)
+        counts = [math.prod(call.output.shape[:-1]) // B for call in self.calls]
+        rows = output.shape[1] if output.dim() == 3 else 0
+        return B, max(counts[-1], rows if rows in counts else 0)
 
     @cached_property
     def mask(self) -> Tensor | None:

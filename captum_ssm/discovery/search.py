@@ -41,6 +41,7 @@ from captum_ssm.discovery.visited import (
     CHANNELS_LAST,
     LAYOUTS,
     ModuleVisit,
+    ends_in_channels,
     given_first,
     has_parts,
     may_have,
@@ -344,8 +345,7 @@ class _Trials:
     def _measured(self, visit: ModuleVisit, *, partly: bool) -> _Trial:
         look = f"{type(visit.module).__qualname__}: {visit.module}", partly
         if look not in self.known:
-            best, output = _Trial(), first_tensor(visit.result)
-            is_last = output is not None and output.shape in self.shapes
+            best, is_last = _Trial(), ends_in_channels(first_tensor(visit.result), self.shapes)
             for layout in CHANNELS_LAST if is_last else LAYOUTS:
                 trial = self._tried(visit, layout, partly=partly)
                 if trial.is_whole or not best.is_partly:

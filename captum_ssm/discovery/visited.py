@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from captum_ssm.discovery.measure.cut_run import token_argument
 from captum_ssm.discovery.scans import first_tensor
@@ -51,6 +53,17 @@ def given_first(visit: ModuleVisit) -> Any:
     """What tells the first tensor that a call is given from others; None without one."""
     first = next(tensors_in((visit.args, visit.kwargs)), None)
     return None if first is None else (address(first), first.shape, first.stride())
+
+
+def ends_in_channels(output: Tensor | None, known: Collection[torch.Size]) -> bool:
+    """Whether an output's last axis is that of the channels.
+
+    It alone has the size of theirs in mixers that are known, ``(B, L, E)``, of whatever tokens.
+    """
+    if output is None or output.shape in known:
+        return output is not None
+    widths = {shape[-1] for shape in known}
+    return output.shape[-1] in widths and widths.isdisjoint(output.shape[1:-1])
 
 
 def no_tokens(visit: ModuleVisit) -> str:

@@ -57,7 +57,7 @@ class OutputReads:
             return True
         if self.decodes or len(point.shape) != 3 or point.shape[0] != graph.batch:
             return False
-        return point.tokens in [graph.exits[i].tokens for i in graph.direct[graph.end]]
+        return point.tokens in {graph.exits[i].tokens for i in graph.reads[graph.end] if i >= 0}
 
     @property
     def is_whole(self) -> bool:

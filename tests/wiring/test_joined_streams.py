@@ -74,3 +74,26 @@ def test_the_mean_of_two_runs_is_one_run(method):
     twice = with_forward(lambda m, x: (last(m, m.towards(x)) + last(m, m.towards(x))) / 2)
     expected = method(plain).attribute(tokens(), target=1)
     assert_close(method(twice).attribute(tokens(), target=1), expected, 1e-6)
+
+
+def with_late_tower(read):
+    """A mixer of all tokens, and then one of half of them, whose tokens are repeated."""
+
+    def forward(m, x):
+        x = x + m.a(x)
+        few = nn.functional.avg_pool1d(x.mT, 2, ceil_mode=True).mT
+        few = few + m.b(few)
+        return read(m.head(x + few.repeat_interleave(2, 1)[:, : x.shape[1]]))
+
+    return with_forward(forward)
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+@pytest.mark.parametrize("position", [1, 6, -1])
+def test_positions_count_the_rows_where_the_last_mixer_has_fewer_tokens(method, position):
+    x = tokens()
+    expected = method(with_late_tower(lambda y: y[:, position])).attribute(x, target=1)
+    model = with_late_tower(lambda y: y)
+    assert_close(method(model).attribute(x, target=1, position=position), expected, 1e-9)
+    row = position % x.shape[1]
+    assert_close(method(model).attribute(x, target=(row, 1)), expected, 1e-9)

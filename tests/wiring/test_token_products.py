@@ -273,6 +273,34 @@ def test_channels_are_not_taken_for_tokens() -> None:
     assert list(hidden_attention(model, x)) == ["mixers.0", "mixers.1"]
 
 
+class Nearest(nn.Module):
+    """A linear layer of the mean of those three tokens that are the most alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.cdist(x, x).topk(3, -1, largest=False).indices
+        return x[torch.arange(len(x))[:, None, None], index].mean(2) @ self.weight
+
+
+class OfFew(Mixes):
+    """Adds the mean of what something makes of half the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        few = F.avg_pool1d(x.mT, 2, ceil_mode=True).mT
+        for k, mixer in enumerate(self.mixers):
+            x = x + mixer(self.norms[k](x))
+        return self.head(self.norms[-1](x + self.mixed(few).mean(1, keepdim=True)))
+
+
+def test_channels_of_fewer_tokens_are_not_taken_for_tokens() -> None:
+    model, x = without_biases(made(OfFew("end", Nearest()))), noise(2, L, 6)
+    assert list(hidden_attention(model, x)) == ["mixers.0", "mixers.1"]
+
+
 class Compiled(LinearAttention):
     """Linear attention by a compiled function."""
 
