@@ -203,7 +203,7 @@ def _with_wiring(
     logits, request = extract_logits(recording.output), recording.request
     if not cuts.is_connected(logits):
         return recording
-    in_grid, score = recording.grid is not None, recording.entry
+    score = recording.entry
     if score is None and entry is not None:
         score = entry(recording)
     wiring = measure(
@@ -211,7 +211,7 @@ def _with_wiring(
         logits,
         request.batch,
         score=score,
-        in_grid=in_grid,
+        grid=recording.grid,
         mask=recording.mask,
         decodes=recording.decodes,
     )

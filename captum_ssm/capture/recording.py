@@ -163,9 +163,12 @@ class Recording:
 
     @property
     def grid(self) -> TokenGrid | None:
-        """Which token of the last mixer is which patch of the input, where the model tells."""
+        """Which token of the last mixer is which patch of the input, where the model tells.
+
+        None also where the way from the input is measured, because its tokens are made of more.
+        """
         inputs, model = self.request.inputs, self.request.module
-        if len(inputs) > 1:
+        if len(inputs) > 1 or (self.wiring is not None and self.wiring.steps[0].reads):
             return None
         return find_token_grid(model, self.arguments, inputs[0], self.shape[1])
 

@@ -10,12 +10,49 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from captum_ssm.graph.points import gradients
 from captum_ssm.models.token_grid import TokenGrid
 from captum_ssm.wiring.inputs import InputMap
+from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.wiring import INPUT, TokenMap, Wiring
 
 # Passes for the mean places of tokens. One tells clear lines apart.
 PROBES = (1, 8)
+# So many patches around its own may be read by a token, as convolutions do that overlap.
+_NEAR = 3
+
+
+def leaves_grid(graph: MixerGraph, grid: TokenGrid) -> bool:
+    """Whether tokens are made of more of an input than the patches that a model says they are.
+
+    The first patch is looked at before the first mixer and at the end. What mixes tokens without
+    being a mixer makes it read the far half of the input there.
+    """
+    if len(graph.inputs) != 1 or grid.index.numel() < 2:
+        return False
+    way, first = graph.inputs[0], int(grid.index.flatten()[0])
+    roots = [graph.entries[0], graph.entries[graph.end]]
+    points = [
+        root
+        for root in roots
+        if root is not None and len(root.shape) == 3 and int(grid.index.max()) < root.shape[1]
+    ]
+    size = _axes(way)
+    if not points or len(size) != grid.index.dim():
+        return False
+    seeds = [point.unflat(point.noise()) for point in points]
+    for seed in seeds:
+        seed[:, :first] = seed[:, first + 1 :] = 0
+    flat = [point.flat(seed) for point, seed in zip(points, seeds, strict=True)]
+    (gradient,) = gradients(points, flat, [way.leaf])
+    if gradient is None:
+        return False
+    is_read = (gradient != 0).any(-1).view(graph.batch, *size).any(0)
+    return any(
+        bool(is_read.movedim(axis, 0)[math.ceil(n * max(0.5, _NEAR / patches)) :].any())
+        for axis, (n, patches) in enumerate(zip(size, grid.index.shape, strict=True))
+        if patches > _NEAR
+    )
 
 
 class StepGrids:

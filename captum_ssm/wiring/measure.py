@@ -20,7 +20,9 @@ from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import meetings, reaches_by_sums
 from captum_ssm.graph.relevance_rules import carrying
 from captum_ssm.graph.token_weights import NoSecondDerivativeError, Pairs, TokenWeights, pairs
+from captum_ssm.models.token_grid import TokenGrid
 from captum_ssm.wiring.cuts import RunCuts
+from captum_ssm.wiring.grids import leaves_grid
 from captum_ssm.wiring.joined_streams import in_parts
 from captum_ssm.wiring.ledger import structure
 from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
@@ -42,7 +44,7 @@ def measure(
     batch: int,
     *,
     score: Tensor | None = None,
-    in_grid: bool = False,
+    grid: TokenGrid | None = None,
     mask: Tensor | None = None,
     decodes: bool = False,
 ) -> Wiring:
@@ -54,8 +56,8 @@ def measure(
         batch (int): B.
         score (Tensor, optional): ``(B,)``, an entry of the output, where the tokens that it is
             read from are asked for, not those of the whole output. Default: None
-        in_grid (bool, optional): whether it is known which token is which patch, so that the way
-            from the input does not have to be measured. Default: False
+        grid (TokenGrid, optional): which token is which patch, as far as a model says. The way
+            from the input is measured only where it is not so. Default: None
         mask (Tensor, optional): ``(B, L)`` bool, False for padding. Default: None
         decodes (bool, optional): whether the output's rows are tokens of a decoder. Default: False
     """
@@ -67,8 +69,12 @@ def measure(
     with cuts.measured():
         graph: MixerGraph | None = None
         try:
-            graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
-            wiring = _measured(graph, OutputReads(graph, at, decodes=decodes), mask)
+            graph = MixerGraph(cuts, end, batch, in_grid=grid is not None)
+            readout = OutputReads(graph, at, decodes=decodes)
+            if grid is not None and leaves_grid(graph, grid):
+                graph = MixerGraph(cuts, end, batch, in_grid=False)
+                readout = OutputReads(graph, at, decodes=decodes)
+            wiring = _measured(graph, readout, mask)
         except UnsupportedModelError as error:
             count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
             unknown: str | None = str(error)

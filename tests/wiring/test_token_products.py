@@ -12,7 +12,13 @@ from models import made, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm import MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm import (
+    MambaLRP,
+    MambaRollout,
+    UnifiedImplicitAttention,
+    UnsupportedModelError,
+    hidden_attention,
+)
 from captum_ssm.models import BidirectionalMamba
 from captum_ssm.models.token_grid import TokenGrid
 
@@ -209,6 +215,9 @@ class GridOfPatches(Patches):
         return TokenGrid(torch.arange(rows * columns).view(rows, columns))
 
 
+KINDS = [Patches, GridOfPatches]
+
+
 def blurred_gate(x: Tensor) -> Tensor:
     image = x.mT.reshape(len(x), E, 5, 5)
     return x * F.avg_pool2d(image, 3, 1, 1).flatten(2).mT
@@ -216,7 +225,7 @@ def blurred_gate(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mixed", [gate, blurred_gate, attention_inline, loop_inline])
-@pytest.mark.parametrize("kind", [Patches, GridOfPatches])
+@pytest.mark.parametrize("kind", KINDS)
 def test_patches_are_looked_at(
     place: str, mixed: Callable[[Tensor], Tensor], kind: type[Patches]
 ) -> None:
@@ -228,9 +237,18 @@ def test_patches_are_looked_at(
         MambaLRP(model).attribute(x, 1)
 
 
-def test_a_tower_of_patches_that_are_mixed_is_refused() -> None:
+def test_a_declared_grid_is_not_believed_where_its_tokens_read_all_patches() -> None:
+    x = noise(2, 3, 20, 20)
+    known, measured = (without_biases(made(k("first", attention_inline))) for k in KINDS)
+    for method in (MambaRollout, UnifiedImplicitAttention):
+        expected = method(known).attribute(x, target=1)
+        torch.testing.assert_close(method(measured).attribute(x, target=1), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_of_patches_that_are_mixed_is_refused(kind: type[Patches]) -> None:
     with pytest.raises(UnsupportedModelError, match="tokens are mixed around"):
-        MambaRollout(made(Patches("tower", attention_inline))).attribute(noise(2, 3, 20, 20))
+        MambaRollout(made(kind("tower", attention_inline))).attribute(noise(2, 3, 20, 20))
 
 
 class ManyShifts(nn.Module):
