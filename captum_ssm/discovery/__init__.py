@@ -47,8 +47,8 @@ and ``heads`` are for those who write forms; ``ssm``, ``linear_attention``, ``so
 not a function. ``measure`` knows one module: ``cut_run`` runs it, ``projection``, ``directions``,
 ``moved``, ``convolution``, ``token_shift`` and ``added_terms`` are what is measured, and ``mixer``
 puts it together, with scans of channels of their own ``side_by_side``. ``search`` knows a model,
-and says which of its modules are mixers; ``visited`` are their calls, and ``other_calls`` notes
-what else is seen on the way.
+and says which of its modules are mixers; ``visited`` are their calls, ``trials`` tells which of
+the calls around a scan is the mixer's, and ``other_calls`` notes what else is seen on the way.
 ``frozen_scans`` holds the coefficients of scans constant while a model runs.
 
 A form of your own takes ten lines: ``docs/development/add_a_scan_form.md``.

@@ -7,7 +7,7 @@ fused, it is a module that computes what one of the library's own adapters says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +17,6 @@ import torch
 from torch import nn
 
 from captum_ssm.discovery.measure import FrozenRecurrence, freeze_measured
-from captum_ssm.discovery.measure.cut_run import run_cut, token_argument
-from captum_ssm.discovery.measure.rerun import NotMeasured, Rerun
 from captum_ssm.discovery.mixing import note_unseen
 from captum_ssm.discovery.other_calls import OtherCalls, why_scripted
 from captum_ssm.discovery.scans import (
@@ -30,31 +28,23 @@ from captum_ssm.discovery.scans import (
     first_tensor,
     forms_of,
     intercepted,
-    is_hidden,
     is_loop,
     is_product,
     is_sum,
-    token_product,
-    token_sum,
 )
+from captum_ssm.discovery.trials import CalledScan, Trial, Trials
 from captum_ssm.discovery.visited import (
-    CHANNELS_LAST,
-    LAYOUTS,
     ModuleVisit,
-    ends_in_channels,
-    given_first,
     has_parts,
-    may_have,
     no_tokens,
     takes_tokens,
 )
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.layout import TOKENS_FIRST
 from captum_ssm.mixers.registry import Adapter, channels_of, find_adapter, known_of, own_adapters
 from captum_ssm.utils.blocks import bound, contextmanager
-from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
+from captum_ssm.utils.nested import detached, map_tensors, same_values
 from captum_ssm.utils.watch_modules import watch_modules
 
 
@@ -115,17 +105,12 @@ def shared() -> Iterator[None]:
         yield
 
 
-_EVERYWHERE: dict[Any, Any] = {token_product: is_product, token_sum: is_sum}  # in any module
-# The calls around a scan, outermost first, its function, and the length of what may be none.
-_Called = tuple[list[ModuleVisit], Callable[..., Any], int | None]
-
-
 @dataclass
 class _Found:
     # The module calls around each scan, outermost first, and its function. Loops that no form
     # explains, and products with a matrix, may not be scans: these have their length, too.
     model: nn.Module
-    scans: list[_Called] = field(default_factory=list)
+    scans: list[CalledScan] = field(default_factory=list)
     stack: list[ModuleVisit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
     shapes: set[torch.Size] = field(default_factory=set)  # of theirs, their channels last
@@ -139,6 +124,8 @@ class _Found:
         before, inner = calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
             result = calls(call)
+        if torch.is_grad_enabled():  # the model itself takes a gradient
+            result = call.run()
         if calls.taken > before or inner is None:
             return result
         if isinstance(call.function, TokenLoop | TokenSum):
@@ -216,7 +203,7 @@ def discover(
     for module, name in calls.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
-    trials = _Trials(calls.scans, calls.shapes)
+    trials = Trials(calls.scans, calls.shapes)
     around = _around_scans(calls.scans, trials)
     inside = _parts_of(around)
     measured: dict[nn.Module, Adapter] = {}
@@ -251,10 +238,10 @@ def _parts_of(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _around_scans(
-    scans: list[_Called], trials: _Trials
-) -> dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]]:
+    scans: list[CalledScan], trials: Trials
+) -> dict[nn.Module, tuple[Trial, set[Callable[..., Any]]]]:
     # The mixers around scans: how each is measured, and the functions of its scans.
-    mixers: dict[nn.Module, tuple[_Trial, set[Callable[..., Any]]]] = {}
+    mixers: dict[nn.Module, tuple[Trial, set[Callable[..., Any]]]] = {}
     mixer_of: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     # After all scans, loops, and products with a matrix, which anything may compute.
     for stack, function, length in sorted(
@@ -277,117 +264,3 @@ def _around_scans(
         if (mixer := mixer_of[inner]) is not None and not weak:
             mixers[mixer][1].add(function)
     return mixers
-
-
-class _Trials:
-    # Which module calls can be measured; of modules that look alike, one is tried.
-    def __init__(self, scans: Sequence[_Called], shapes: Iterable[torch.Size]) -> None:
-        self.shapes = {*shapes}
-        self.stacks = [stack for stack, _, _ in scans]
-        functions = {function for _, function, _ in scans}
-        also = {f for f, is_one in _EVERYWHERE.items() if any(map(is_one, functions))}
-        plain = {f for f in functions if not (is_product(f) or is_sum(f))}
-        self.functions = frozenset(plain | also)
-        self.used = plain
-        self.known: dict[tuple[str, bool], _Trial] = {}
-
-    @property
-    def also(self) -> frozenset[Callable[..., Any]]:
-        """Functions that modules call only when they are measured."""
-        return frozenset(self.used - self.functions)
-
-    def around(
-        self, stack: list[ModuleVisit], length: int | None = None
-    ) -> tuple[nn.Module | None, _Trial]:
-        """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
-
-        Args:
-            stack (list): the calls around a scan.
-            length (int, optional): of what may not be a scan: without a module of as many tokens
-                that can be measured, there is no mixer. Default: None
-        """
-        best: tuple[ModuleVisit, _Trial] | None = None
-        partly: tuple[ModuleVisit, _Trial] | None = None
-        why = ""
-        for n, visit in reversed([*enumerate(stack)]):
-            if length is not None and not may_have(visit, length):
-                continue
-            holds_more = best is None or visit.convolutions > best[0].convolutions
-            if not holds_more and not self._holds_others(stack[: n + 2]):
-                continue
-            trial = self._measured(visit, partly=best is None and partly is None)
-            why = why or trial.why
-            if trial.is_whole:
-                best = visit, trial
-            elif best is not None:
-                break
-            elif trial.is_partly:
-                partly = visit, trial
-        if (chosen := best or partly) is not None:
-            visit, trial = chosen
-            if length is None and trial.layout["channels"] == -1:
-                self.shapes.add(visit.call().output.shape)
-            return visit.module, trial
-        if length is not None:
-            return None, _Trial(why=why)
-        takes = (visit.module for visit in reversed(stack) if takes_tokens(visit.call()))
-        return next(takes, None), _Trial()
-
-    def _holds_others(self, stack: Sequence[ModuleVisit]) -> bool:
-        # Whether the last call's module is one of several of a class that the call around it gives
-        # the same tokens, and that hold scans each: the heads of one mixer.
-        n, last = len(stack) - 1, stack[-1]
-        tokens, kind = given_first(last), type(last.module)
-        others = [s[n] for s in self.stacks if len(s) > n and s[n - 1] is stack[n - 1]]
-        others = [other for other in others if type(other.module) is kind and other is not last]
-        return tokens is not None and any(given_first(other) == tokens for other in others)
-
-    def _measured(self, visit: ModuleVisit, *, partly: bool) -> _Trial:
-        look = f"{type(visit.module).__qualname__}: {visit.module}", partly
-        if look not in self.known:
-            best, is_last = _Trial(), ends_in_channels(first_tensor(visit.result), self.shapes)
-            for layout in CHANNELS_LAST if is_last else LAYOUTS:
-                trial = self._tried(visit, layout, partly=partly)
-                if trial.is_whole or not best.is_partly:
-                    best = trial
-                if best.is_whole or trial.is_none:
-                    break
-            self.known[look] = best
-        return self.known[look]
-
-    def _tried(self, visit: ModuleVisit, layout: dict[str, Any], *, partly: bool) -> _Trial:
-        if layout == CHANNELS_LAST[1] and not self._may_add_input(visit.call()):
-            return _Trial(is_none=True)
-        call = visit.call(**layout)
-        if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not takes_tokens(call):
-            return _Trial()
-        if call.channels == TOKENS_FIRST and token_argument(call).dim() != 3:
-            return _Trial()
-        used: set[Callable[..., Any]] = set()
-        try:
-            frozen = freeze_measured(call, self.functions, partly=partly, used=used)
-        except UnsupportedModelError as error:
-            # A scan of no mixer is none however the tokens stand; products depend on that.
-            is_none = isinstance(error, NotMeasured) and self.functions.isdisjoint(_EVERYWHERE)
-            why = getattr(error, "unread", "") or getattr(error.__context__, "why", "")
-            return _Trial(is_none=is_none, why=why)
-        finally:
-            self.used.update(f for f in used if not (is_product(f) or is_sum(f)))
-        is_part = isinstance(frozen, FrozenRecurrence)
-        weak = frozenset(f for f in used if is_product(f) or is_loop(f) or is_sum(f))
-        return _Trial(layout, is_whole=not is_part, is_partly=is_part, weak=weak)
-
-    def _may_add_input(self, call: MixerCall) -> bool:
-        return takes_tokens(call) and Rerun(call, run_cut(call, self.functions)).may_add_input
-
-
-@dataclass(frozen=True)
-class _Trial:
-    # How a module is measured: as a whole, or partly (its scans and their orders); which of its
-    # loops and products with a matrix are scans; and why it is not measured.
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    is_whole: bool = False
-    is_partly: bool = False
-    is_none: bool = False  # whichever axis holds the channels
-    weak: frozenset[Callable[..., Any]] = frozenset()
-    why: str = ""

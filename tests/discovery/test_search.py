@@ -638,6 +638,33 @@ def test_the_error_names_what_is_missing():
         LaTIM(Model(Noisy(), Noisy()).eval()).attribute(tokens(2, 15), target=(3, 1))
 
 
+class LearnsInside(nn.Module):
+    """Steps against the gradient of a loss, one per token, which autograd takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        weight, out = self.weight.expand(len(x), 6, 6).clone().detach(), []
+        for t in range(x.shape[1]):
+            with torch.enable_grad():
+                weight = weight.detach().requires_grad_()
+                loss = (x[:, t, None] @ weight - x[:, t, None]).square().sum()
+                (gradient,) = torch.autograd.grad(loss, weight)
+            weight = weight - 0.1 * gradient
+            out.append((x[:, t, None] @ weight)[:, 0])
+        return torch.stack(out, 1)
+
+
+def test_the_error_says_that_a_module_takes_gradients_of_what_is_cut():
+    model, x = Model(LearnsInside(), LearnsInside()).eval(), tokens(2, 9, 6)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(UnsupportedModelError, match=r"LearnsInside\) raises where .* are cut"):
+        MambaRollout(model).attribute(x)
+
+
 class Unread(nn.Module):
     """A loop over tokens that is no scan."""
 
