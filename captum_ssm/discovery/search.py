@@ -32,7 +32,7 @@ from captum_ssm.discovery.scans import (
     is_product,
     is_sum,
 )
-from captum_ssm.discovery.trials import CalledScan, Trial, Trials
+from captum_ssm.discovery.trials import CalledScan, MeasuringTrial, MeasuringTrials
 from captum_ssm.discovery.visited import (
     ModuleVisit,
     has_parts,
@@ -203,7 +203,7 @@ def discover(
     for module, name in calls.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
-    trials = Trials(calls.scans, calls.shapes)
+    trials = MeasuringTrials(calls.scans, calls.shapes)
     around = _around_scans(calls.scans, trials)
     inside = _parts_of(around)
     measured: dict[nn.Module, Adapter] = {}
@@ -238,10 +238,10 @@ def _parts_of(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _around_scans(
-    scans: list[CalledScan], trials: Trials
-) -> dict[nn.Module, tuple[Trial, set[Callable[..., Any]]]]:
+    scans: list[CalledScan], trials: MeasuringTrials
+) -> dict[nn.Module, tuple[MeasuringTrial, set[Callable[..., Any]]]]:
     # The mixers around scans: how each is measured, and the functions of its scans.
-    mixers: dict[nn.Module, tuple[Trial, set[Callable[..., Any]]]] = {}
+    mixers: dict[nn.Module, tuple[MeasuringTrial, set[Callable[..., Any]]]] = {}
     mixer_of: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     # After all scans, loops, and products with a matrix, which anything may compute.
     for stack, function, length in sorted(

@@ -41,7 +41,7 @@ _EVERYWHERE: dict[Any, Any] = {token_product: is_product, token_sum: is_sum}  # 
 
 
 @dataclass(frozen=True)
-class Trial:
+class MeasuringTrial:
     """How a module is measured.
 
     Args:
@@ -63,7 +63,7 @@ class Trial:
     why: str = ""
 
 
-class Trials:
+class MeasuringTrials:
     """Which module calls can be measured; of modules that look alike, one is tried.
 
     Args:
@@ -79,7 +79,7 @@ class Trials:
         plain = {f for f in functions if not (is_product(f) or is_sum(f))}
         self.functions = frozenset(plain | also)
         self.used = plain
-        self.known: dict[tuple[str, bool], Trial] = {}
+        self.known: dict[tuple[str, bool], MeasuringTrial] = {}
 
     @property
     def also(self) -> frozenset[Callable[..., Any]]:
@@ -88,7 +88,7 @@ class Trials:
 
     def around(
         self, stack: list[ModuleVisit], length: int | None = None
-    ) -> tuple[nn.Module | None, Trial]:
+    ) -> tuple[nn.Module | None, MeasuringTrial]:
         """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
 
         Args:
@@ -96,8 +96,8 @@ class Trials:
             length (int, optional): of what may not be a scan: without a module of as many tokens
                 that can be measured, there is no mixer. Default: None
         """
-        best: tuple[ModuleVisit, Trial] | None = None
-        partly: tuple[ModuleVisit, Trial] | None = None
+        best: tuple[ModuleVisit, MeasuringTrial] | None = None
+        partly: tuple[ModuleVisit, MeasuringTrial] | None = None
         why = ""
         for n, visit in reversed([*enumerate(stack)]):
             if length is not None and not may_have(visit, length):
@@ -119,9 +119,9 @@ class Trials:
                 self.shapes.add(visit.call().output.shape)
             return visit.module, trial
         if length is not None:
-            return None, Trial(why=why)
+            return None, MeasuringTrial(why=why)
         takes = (visit.module for visit in reversed(stack) if takes_tokens(visit.call()))
-        return next(takes, None), Trial()
+        return next(takes, None), MeasuringTrial()
 
     def _holds_others(self, stack: Sequence[ModuleVisit]) -> bool:
         # Whether the last call's module is one of several of a class that the call around it gives
@@ -132,10 +132,13 @@ class Trials:
         others = [other for other in others if type(other.module) is kind and other is not last]
         return tokens is not None and any(given_first(other) == tokens for other in others)
 
-    def _measured(self, visit: ModuleVisit, *, partly: bool) -> Trial:
+    def _measured(self, visit: ModuleVisit, *, partly: bool) -> MeasuringTrial:
         look = f"{type(visit.module).__qualname__}: {visit.module}", partly
         if look not in self.known:
-            best, is_last = Trial(), ends_in_channels(first_tensor(visit.result), self.shapes)
+            best, is_last = (
+                MeasuringTrial(),
+                ends_in_channels(first_tensor(visit.result), self.shapes),
+            )
             for layout in CHANNELS_LAST if is_last else LAYOUTS:
                 trial = self._tried(visit, layout, partly=partly)
                 if trial.is_whole or not best.is_partly:
@@ -145,21 +148,23 @@ class Trials:
             self.known[look] = best
         return self.known[look]
 
-    def _tried(self, visit: ModuleVisit, layout: dict[str, Any], *, partly: bool) -> Trial:
+    def _tried(self, visit: ModuleVisit, layout: dict[str, Any], *, partly: bool) -> MeasuringTrial:
         try:
             if layout == CHANNELS_LAST[1] and not self._may_add_input(visit.call()):
-                return Trial(is_none=True)
+                return MeasuringTrial(is_none=True)
             return self._measured_as(visit.call(**layout), layout, partly=partly)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # as of a gradient that the module takes of what is cut
-            return Trial(why=f"raises where its scans are cut: {str(error).rstrip('.')}")
+            return MeasuringTrial(why=f"raises where its scans are cut: {str(error).rstrip('.')}")
 
-    def _measured_as(self, call: MixerCall, layout: dict[str, Any], *, partly: bool) -> Trial:
+    def _measured_as(
+        self, call: MixerCall, layout: dict[str, Any], *, partly: bool
+    ) -> MeasuringTrial:
         if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not takes_tokens(call):
-            return Trial()
+            return MeasuringTrial()
         if call.channels == TOKENS_FIRST and token_argument(call).dim() != 3:
-            return Trial()
+            return MeasuringTrial()
         used: set[Callable[..., Any]] = set()
         try:
             frozen = freeze_measured(call, self.functions, partly=partly, used=used)
@@ -167,12 +172,12 @@ class Trials:
             # A scan of no mixer is none however the tokens stand; products depend on that.
             is_none = isinstance(error, NotMeasured) and self.functions.isdisjoint(_EVERYWHERE)
             why = getattr(error, "unread", "") or getattr(error.__context__, "why", "")
-            return Trial(is_none=is_none, why=why)
+            return MeasuringTrial(is_none=is_none, why=why)
         finally:
             self.used.update(f for f in used if not (is_product(f) or is_sum(f)))
         is_part = isinstance(frozen, FrozenRecurrence)
         weak = frozenset(f for f in used if is_product(f) or is_loop(f) or is_sum(f))
-        return Trial(layout, is_whole=not is_part, is_partly=is_part, weak=weak)
+        return MeasuringTrial(layout, is_whole=not is_part, is_partly=is_part, weak=weak)
 
     def _may_add_input(self, call: MixerCall) -> bool:
         return takes_tokens(call) and Rerun(call, run_cut(call, self.functions)).may_add_input
