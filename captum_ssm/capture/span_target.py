@@ -12,6 +12,7 @@ from captum_ssm.errors import TargetError, brief
 from captum_ssm.utils.integers import as_integers
 
 SCORES = ("logit", "log_prob", "contrast")
+FOR_TEXTS = ": for a text, explain(model, tokenizer, text, target=target), or its token's id"
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,3 +164,26 @@ def _of_batch(values: Tensor, batch: int) -> Tensor:
             "example, or one for all."
         )
     return values.expand(batch, -1) if values.dim() == 2 else values[None].expand(batch, -1)
+
+
+def as_tokens(target: Any, logits: Tensor) -> Tensor:
+    """A target as one token of each row of logits, ``(B,)``."""
+    token = as_integers(target, logits.device)
+    if token is None or token.dim() > 1:
+        raise TargetError(
+            f"target is {brief(target)}; for logits of shape {tuple(logits.shape)} expected a "
+            "token id, one id per example (list or 1-D tensor), or (position, token)"
+            f"{FOR_TEXTS if isinstance(target, str) else ''}."
+        )
+    if token.dim() == 1 and token.numel() > 1:
+        check_count(token.numel(), logits.shape[0])
+    return token.reshape(-1).expand(logits.shape[0])
+
+
+def check_count(count: int, batch: int) -> None:
+    """Raise unless there are as many entries of a target as examples."""
+    if count != batch:
+        raise TargetError(
+            f"target has {count} entries for a batch of {batch}; expected one per example, or an "
+            "int for all."
+        )

@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from captum_ssm.capture.check_inputs import usable
 from captum_ssm.capture.model import check_head, extract_logits, is_hidden
 from captum_ssm.capture.recording import Recording
-from captum_ssm.capture.span_target import SpanTarget, mean_of_others, token_ids
+from captum_ssm.capture.span_target import (
+    SpanTarget,
+    as_tokens,
+    check_count,
+    mean_of_others,
+    token_ids,
+)
 from captum_ssm.errors import InputError, TargetError, UnsupportedModelError, brief
 from captum_ssm.utils.captum_api import select_targets
-from captum_ssm.utils.integers import as_index, as_integers, from_start
+from captum_ssm.utils.integers import as_index, as_integers, from_start, is_any_same
 from captum_ssm.wiring.wiring import INPUT, Wiring
 
 
@@ -83,7 +89,8 @@ def query_weights(
     One token, or those that a pooled output, or an entry of a dense one, is read from.
     """
     # Where no score is taken, a target says which token is asked for in any output per token.
-    position = _split_target(recording, target, position, recording.score is None)[1]
+    is_position = recording.score is None and not recording.decodes
+    position = _split_target(recording, target, position, is_position)[1]
     measured = [weights for weights in wiring.readout if weights is not None]
     is_measured = len(measured) == len(wiring.readout)
     per_token = _is_tokens(recording)
@@ -138,6 +145,25 @@ def counted_tokens(recording: Recording) -> int:
     if not (recording.is_language and _is_tokens(recording)) or inputs.dim() < 2:
         return L
     return inputs.shape[1] if _returned(recording) <= inputs.shape[1] < L else L
+
+
+def asked_rows(recording: Recording, position: Any) -> Tensor:
+    """The rows ``(B,)`` of an output ``(B, n, V)`` that are asked for, counted from its end.
+
+    Positions count the mixers' tokens; the rows of a decoder count themselves.
+
+    Raises:
+        TargetError: for a decoder's rows, of which the last may be padding, and no position.
+    """
+    if not recording.decodes:
+        return _asked(recording, position).argmax(1) - counted_tokens(recording)
+    if position is None:
+        raise TargetError(
+            f"the output has {_returned(recording)} rows, which are a decoder's tokens, and none "
+            "is named; expected the row together with the answer: target=(row, answer)."
+        )
+    shape = recording.shape[0], _returned(recording)
+    return one_query(position, shape, None, recording.device).argmax(1) - shape[1]
 
 
 def _returned(recording: Recording) -> int:
@@ -229,13 +255,15 @@ def _split_target(
             )
         return target, target
     is_only_position = is_only_position and position is None
-    if not ((recording.is_language or is_only_position) and _is_tokens(recording)):
+    is_row = is_only_position and recording.decodes
+    is_token = (recording.is_language or is_only_position) and _is_tokens(recording)
+    if not (is_row or is_token):
         return target, position
     logits = extract_logits(recording.output)
     if isinstance(target, tuple) and len(target) == 2:
         pairs = [target] * logits.shape[0]
     elif isinstance(target, list) and target and all(isinstance(t, tuple) for t in target):
-        _check_count(len(target), logits.shape[0])
+        check_count(len(target), logits.shape[0])
         pairs = target
     else:
         return target, position
@@ -254,14 +282,6 @@ def _split_target(
     return tokens, torch.tensor(positions)
 
 
-def _check_count(count: int, batch: int) -> None:
-    if count != batch:
-        raise TargetError(
-            f"target has {count} entries for a batch of {batch}; expected one per example, or an "
-            "int for all."
-        )
-
-
 def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> Tensor:
     """The explained score of each example, ``(B,)``."""
     B = recording.shape[0]
@@ -273,7 +293,7 @@ def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> 
             f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
             "pass a token id, one id per example, or (position, token)."
         )
-    token = token_ids(_as_tokens(target, logits), logits.shape[-1])
+    token = token_ids(as_tokens(target, logits), logits.shape[-1])
     return _row_of(recording, logits, position)[torch.arange(B, device=logits.device), token]
 
 
@@ -289,17 +309,18 @@ def _of_tokens(recording: Recording, logits: Tensor) -> Tensor:
 
 def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
     # The logits (B, V) of the token that is asked for.
-    B, L = recording.shape[0], counted_tokens(recording)
+    B = recording.shape[0]
     if len(logits) != B:
         raise TargetError(
             f"the model returns logits of shape {tuple(logits.shape)} for {B} examples; expected "
             "those of each example. Explain one example at a time, or let forward_func return a "
             "score of its own."
         )
-    row = _asked(recording, position).argmax(1).to(logits.device) - (L - logits.shape[1])
+    row = asked_rows(recording, position).to(logits.device) + logits.shape[1]
     if bool((row < 0).any()):
         raise InputError(
-            f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
+            f"the model returned logits for its last {logits.shape[1]} of "
+            f"{counted_tokens(recording)} tokens, and the "
             "position asked for is before them; expected one among these. Have the model return "
             "logits for all tokens."
         )
@@ -312,25 +333,12 @@ def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tenso
     foil, foil_position = _split_target(recording, asked.foil, None)
     foil_position = answer_position if foil_position is None else foil_position
     score = read_score(recording, foil, foil_position)
-    if _is_any_same(answer, foil) and _is_any_same(answer_position, foil_position):
+    if is_any_same(answer, foil) and is_any_same(answer_position, foil_position):
         raise TargetError(
             f"against is the target in an example: {brief(asked.foil)} and {brief(asked.target)}; "
             "expected another answer."
         )
     return score
-
-
-def _is_any_same(first: Any, other: Any) -> bool:
-    # Whether two targets, or two positions, are the same in any example.
-    if first is None or other is None:
-        return first is other
-    if isinstance(first, tuple) or isinstance(other, tuple):  # indices of one entry
-        return bool(first == other)
-    left, right = (as_integers(x, torch.device("cpu")) for x in (first, other))
-    if left is None or right is None:
-        return False
-    same = left == right
-    return bool((same.flatten(1).all(1) if same.dim() > 1 else same).any())
 
 
 def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor:
@@ -339,7 +347,7 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     logits = extract_logits(recording.output)
     # In any output per token, an entry's first index is the token whose answers compete.
     target, position = _split_target(recording, target, position, is_only_position=True)
-    if logits.dim() == 3 and _is_tokens(recording):
+    if logits.dim() == 3 and (recording.decodes or _is_tokens(recording)):
         logits = _row_of(recording, logits, position)
     # Numbers, such as those of a regression or of features, do not compete.
     config = getattr(recording.request.module, "config", None)
@@ -352,23 +360,7 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
             "the target competes with; expected logits (B, classes) or (B, tokens, vocabulary). "
             "Pass against=None to explain the score alone, or another target as against=."
         )
-    return mean_of_others(logits, token_ids(_as_tokens(target, logits), logits.shape[-1]))
-
-
-FOR_TEXTS = ": for a text, explain(model, tokenizer, text, target=target), or its token's id"
-
-
-def _as_tokens(target: Any, logits: Tensor) -> Tensor:
-    token = as_integers(target, logits.device)
-    if token is None or token.dim() > 1:
-        raise TargetError(
-            f"target is {brief(target)}; for logits of shape {tuple(logits.shape)} expected a "
-            "token id, one id per example (list or 1-D tensor), or (position, token)"
-            f"{FOR_TEXTS if isinstance(target, str) else ''}."
-        )
-    if token.dim() == 1 and token.numel() > 1:
-        _check_count(token.numel(), logits.shape[0])
-    return token.reshape(-1).expand(logits.shape[0])
+    return mean_of_others(logits, token_ids(as_tokens(target, logits), logits.shape[-1]))
 
 
 def captum_score(logits: Tensor, target: Any, B: int) -> Tensor:

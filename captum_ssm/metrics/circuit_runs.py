@@ -7,21 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.capture.target import one_query
+from captum_ssm.capture.record import record
+from captum_ssm.capture.target import asked_rows
 from captum_ssm.errors import brief
 from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import only, repeated
 from captum_ssm.metrics.logits import classes
-from captum_ssm.mixers.call import bound_arguments
 from captum_ssm.operators.top import ORDERS
 from captum_ssm.utils.integers import as_index, count_of
-from captum_ssm.utils.watch_modules import watch_modules
 
 # Edges from the first to the last that is kept: as a method returns them, as maps by layer, or as
 # a list.
@@ -43,7 +42,9 @@ class CircuitRuns:
         others (Tensor): ``(B, V)``, the weights of the answers whose logits are subtracted from
             the target's in the score.
         options (dict): how edges are removed, of :func:`~captum_ssm.interventions.circuit`.
-        at_once (int): how many runs are joined into one.
+        at_once (int): how many runs are joined into one. Default: 1
+        position (Any, optional): the token that was asked for. Default: None
+        decodes (bool, optional): whether the rows are tokens of a decoder. Default: False
     """
 
     request: Request
@@ -54,6 +55,8 @@ class CircuitRuns:
     others: Tensor
     options: dict[str, Any]
     at_once: int = 1
+    position: Any = None
+    decodes: bool = False
 
     @classmethod
     def of(
@@ -77,14 +80,17 @@ class CircuitRuns:
                 model that returns neither logits nor one score.
         """
         at_once = count_of("perturbations_per_eval", perturbations_per_eval, 1)
-        output, mask = _run(request)
-        rows = _rows(request, output, mask, position) if output.dim() == 3 else None
+        target, position = _with_position(target, position)
+        recording = record(request)
+        output = extract_logits(recording.output)
+        rows = asked_rows(recording, position) if output.dim() == 3 else None
+        told = {"position": position, "decodes": recording.decodes}
         whole = _answers(output, rows)
         if whole.shape[1] == 1:
             _check_one_score(target, foil)
             none = torch.zeros(len(whole), dtype=torch.long, device=whole.device)
             others = torch.zeros_like(whole, dtype=torch.double)
-            return cls(request, rows, whole, none, none, others, options, at_once)
+            return cls(request, rows, whole, none, none, others, options, at_once, **told)
         index = classes("target", target, whole)[:, None]
         weights = whole.double().scatter(1, index, -torch.inf).softmax(1)
         if foil is None:
@@ -97,7 +103,7 @@ class CircuitRuns:
                     "answer."
                 )
             weights = torch.zeros_like(weights).scatter(1, wrong[:, None], 1.0)
-        return cls(request, rows, whole, index[:, 0], wrong, weights, options, at_once)
+        return cls(request, rows, whole, index[:, 0], wrong, weights, options, at_once, **told)
 
     @property
     def model(self) -> Any:
@@ -108,6 +114,12 @@ class CircuitRuns:
     def is_one_score(self) -> bool:
         """Whether the output is one score, with no answer that could come first."""
         return self.whole.shape[1] == 1
+
+    def asked(self, answers: Tensor) -> dict[str, Any]:
+        """The target and the position of answers ``(B,)``, as a method takes them."""
+        if not self.decodes or self.rows is None:
+            return {"target": None if self.is_one_score else answers, "position": self.position}
+        return {"target": list(zip(self.rows.tolist(), answers.tolist(), strict=True))}
 
     def example(self, b: int) -> CircuitRuns:
         """The runs of one example."""
@@ -220,25 +232,16 @@ def _joined(sets: Sequence[Sequence[Edge]], batch: int) -> list[Edge]:
     ]
 
 
-def _run(request: Request) -> tuple[Tensor, Any]:
-    # The output, and the mask that the model was given, whoever passed it, and by which name.
-    masks: list[Any] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        masks.append(bound_arguments(module, args, kwargs).get("attention_mask"))
-
-    with watch_modules([request.module], before=keep), torch.no_grad():
-        output = extract_logits(request.run())
-    return output, next(iter(masks), None)
-
-
-def _rows(request: Request, logits: Tensor, mask: Any, position: Any) -> Tensor:
-    # The token (B,) that is asked for, among those that logits are returned of, from the end.
-    B, L = request.batch, request.inputs[0].shape[1]
-    real = None
-    if torch.is_tensor(mask) and tuple(mask.shape) in ((B, L), (1, L)):
-        real = (mask != 0).expand(B, L).to(logits.device)
-    return one_query(position, (B, L), real, logits.device).argmax(1) - L
+def _with_position(target: Any, position: Any) -> tuple[Any, Any]:
+    # The answer and the token, or the row, at which it is read.
+    if not isinstance(target, tuple) or len(target) != 2:
+        return target, position
+    if position is not None:
+        raise ValueError(
+            f"target is {brief(target)}, which names a token, and position is {brief(position)}; "
+            "expected one of them."
+        )
+    return target[1], target[0]
 
 
 def _answers(output: Tensor, rows: Tensor | None) -> Tensor:

@@ -183,8 +183,9 @@ def circuit_faithfulness(
             :meth:`captum_ssm.attr.RelevanceFlow.edges` returns; maps ``(B, L, L)`` by layer, such
             as those of :func:`captum_ssm.hidden_attention`; or edges, the first one first, for one
             example each or for all.
-        target (int or Tensor, optional): ``(B,)``, the answers; None for an output of one score.
-            Default: None
+        target (int, Tensor or tuple, optional): ``(B,)``, the answers; ``(position, answer)`` for
+            one that is read at that token, or at that row of a decoder; None for an output of one
+            score. Default: None
         foil (int or Tensor, optional): ``(B,)``, wrong answers. None: the score is compared with
             all others, and the control's answer is the model's best other one. Default: None
         ks (sequence of int, optional): numbers of edges, ascending.
@@ -240,9 +241,8 @@ def circuit_faithfulness(
     if control is None and isinstance(edges, RelevanceEdges) and not runs.is_one_score:
         control = RelevanceFlow(forward_func, model).edges(
             inputs,
-            runs.foil,
-            additional_forward_args,
-            position=position,
+            additional_forward_args=additional_forward_args,
+            **runs.asked(runs.foil),
             formulation=edges.formulation,
             rule=edges.rule,
         )

@@ -9,7 +9,6 @@ from typing import Any
 from captum_ssm.attr.flow.edge import Edge
 from captum_ssm.attr.relevance_flow import RelevanceFlow
 from captum_ssm.capture import Request
-from captum_ssm.errors import brief
 from captum_ssm.interventions.circuit_flow import CircuitFlow
 from captum_ssm.interventions.reference import Reference
 from captum_ssm.metrics.circuit_runs import CircuitRuns
@@ -152,7 +151,6 @@ def find_circuit(
     if not (isinstance(prune, bool) or prune in PRUNINGS):
         raise ValueError(f"prune is {prune!r}; expected True, False or one of {PRUNINGS}.")
     request = Request.of(forward_func, model, inputs, additional_forward_args)
-    target, position = _with_position(target, position)
     reference = _reference(request, reference_inputs, formulation)
     removal = {"coefficients": "whole"} if reference is None else {"ablation": reference}
     runs = CircuitRuns.of(
@@ -164,8 +162,8 @@ def find_circuit(
         formulation=formulation,
         **removal,
     )
-    against = "others" if foil is None else runs.foil
-    asked = {"target": target, "against": against, "position": position}
+    against = "others" if foil is None else runs.asked(runs.foil)["target"]
+    asked = {**runs.asked(runs.target), "against": against}
     edges = RelevanceFlow(forward_func, model).edges(
         request.given, additional_forward_args=request.extra, formulation=formulation, **asked
     )
@@ -223,7 +221,6 @@ def find_circuits(
         2
     """
     request = Request.of(forward_func, model, inputs, additional_forward_args)
-    target, position = _with_position(target, position)
     runs = CircuitRuns.of(request, target, foil, position=position)
     reference = _reference(request, reference_inputs, options.get("formulation", "hidden"))
     circuits = []
@@ -243,18 +240,6 @@ def find_circuits(
         edges = tuple(replace(edge, example=b) for edge in circuit.edges)
         circuits.append(replace(circuit, edges=edges))
     return circuits
-
-
-def _with_position(target: Any, position: Any) -> tuple[Any, Any]:
-    # The answer and the token at which it is read.
-    if not isinstance(target, tuple) or len(target) != 2:
-        return target, position
-    if position is not None:
-        raise ValueError(
-            f"target is {brief(target)}, which names a token, and position is {brief(position)}; "
-            "expected one of them."
-        )
-    return target[1], target[0]
 
 
 def _reference(request: Request, others: Any, formulation: str) -> Reference | None:

@@ -82,3 +82,16 @@ def example_index(example: Any, batch: int) -> int:
             f"{batch - 1} (or -{batch} .. -1 from the end)."
         )
     return index
+
+
+def is_any_same(first: Any, other: Any) -> bool:
+    """Whether two targets, or two positions, are the same in any example."""
+    if first is None or other is None:
+        return first is other
+    if isinstance(first, tuple) or isinstance(other, tuple):  # indices of one entry
+        return bool(first == other)
+    left, right = (as_integers(x, torch.device("cpu")) for x in (first, other))
+    if left is None or right is None:
+        return False
+    same = left == right
+    return bool((same.flatten(1).all(1) if same.dim() > 1 else same).any())

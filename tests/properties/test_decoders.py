@@ -9,6 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from captum_ssm import InputError, MambaLRP, MambaRollout, supported
+from captum_ssm.attr import RelevanceFlow
+from captum_ssm.errors import TargetError
+from captum_ssm.interventions import circuit
+from captum_ssm.metrics import circuit_faithfulness, find_circuits
 
 V, ROW, TOKEN = 11, 3, 7
 COUNTS = [4, L, L + 3]
@@ -92,3 +96,37 @@ def test_rows_of_unknown_tokens_are_refused(method):
     model, x, ids = case(4)
     with pytest.raises(InputError, match=r"logits of 4 of its 9 tokens.* of a decoder"):
         method(lambda x: model(x, ids), model).attribute(x, target=(-1, TOKEN))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_circuit_is_of_the_score_of_that_row(count):
+    model, x, ids = case(count)
+    del model.c  # it does not run
+    options = {"additional_forward_args": ids}
+    edges = RelevanceFlow(model).edges(x, target=(ROW, TOKEN), **options).top(5)
+    found = circuit_faithfulness(model, x, edges, (ROW, TOKEN), ks=(5, 1000), **options)
+    with torch.no_grad(), circuit(model, edges):
+        few = model(x, ids)[0, ROW]
+    whole = model(x, ids)[0, ROW].detach()
+    others = whole.clone()
+    others[TOKEN] = -torch.inf
+    weights = others.softmax(0)
+    assert_close(found.whole[0], whole[TOKEN] - weights @ whole, 1e-9)
+    assert_close(found.scores[0, 0], few[TOKEN] - weights @ few, 1e-9)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_circuit_that_is_looked_for_is_of_that_row_too(count):
+    model, x, ids = case(count)
+    del model.c
+    (found,) = find_circuits(model, x, (ROW, TOKEN), foil=1, additional_forward_args=ids)
+    with torch.no_grad(), circuit(model, found.edges, coefficients="whole"):
+        row = model(x, ids)[0, ROW]
+    assert_close(torch.tensor(found.score), row[TOKEN] - row[1], 1e-6)
+
+
+@pytest.mark.parametrize("count", [4, L + 3])
+def test_a_circuit_of_no_row_is_refused(count):
+    model, x, ids = case(count)
+    with pytest.raises(TargetError, match=r"target=\(row, answer\)"):
+        circuit_faithfulness(model, x, [], TOKEN, additional_forward_args=ids)
