@@ -69,7 +69,9 @@ _DELTA = """\
 _BALANCE = """\
     return_balance (bool, optional): also return, last, the share ``(B,)`` of what the score reads
         that comes through the last mixers, whose maps hold it; the rest goes around them, which
-        only a rollout and MambaLRP follow. It takes another run of the model. Default: False
+        only a rollout and MambaLRP follow. What the score reads of another input beside the mixers,
+        such as features of no token, is not counted. It takes another run of the model.
+        Default: False
 """
 _PROGRESS = """\
     show_progress (bool, optional): True shows a progress bar, False none; None shows one on a

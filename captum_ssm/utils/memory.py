@@ -111,14 +111,19 @@ def require(needed: int, what: str, would_fit: Sequence[tuple[str, int]] = ()) -
     )
 
 
-_NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")
+# PyTorch's allocator of a CPU has no error of its own. Those of oneDNN, and of what the extension
+# allocates by the stable interface, also on a GPU, give no reason.
+_NO_MEMORY = (
+    "DefaultCPUAllocator",
+    "could not create a primitive",
+    *(f'"aten::{function}"' for function in ("new_empty", "new_zeros", "contiguous")),
+)
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether less at a time may do: there was no memory, or ``memory_limit`` did not allow it."""
     if isinstance(error, (MemoryError, MemoryLimitError, torch.OutOfMemoryError)):
         return True
-    # PyTorch's allocator of a CPU has no error of its own, and oneDNN's gives no reason.
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 

@@ -30,10 +30,12 @@ from captum_ssm import (
     RawAttention,
     estimate,
     hidden_attention,
+    kernels,
 )
 from captum_ssm.attr import methods
 from captum_ssm.inspection.meter import OBJECTS, fitted, grown, measured
 from captum_ssm.models import VisionMamba
+from captum_ssm.utils.memory import is_lack_of_memory
 
 L = 23
 
@@ -379,3 +381,16 @@ def test_lines_are_extrapolated_exactly() -> None:
     assert grown([64, 128], [1.0, 1.0], 1280) == pytest.approx(10)
     assert grown([64, 128], [0.0, 1.0], 1280) == pytest.approx(100)
     assert grown([64], [2.0], 128) == pytest.approx(4)
+
+
+@pytest.mark.skipif(not kernels.extension_loaded(), reason="the extension is not built")
+def test_what_the_extension_cannot_allocate_is_a_lack_of_memory():
+    L = 4_000_000  # a map of so many tokens squared has 64 TB
+    numbers = torch.ones(1, L, 1)
+    coefficients = kernels.DiagonalCoefficients(
+        numbers, numbers, -torch.ones(1, 1), numbers[..., None], numbers[..., None]
+    )
+    with pytest.raises(RuntimeError) as raised:
+        kernels.diagonal_mean(coefficients)
+    assert is_lack_of_memory(raised.value)
+    assert not is_lack_of_memory(RuntimeError("API call failed"))
