@@ -47,7 +47,8 @@ def leaves_grid(graph: MixerGraph, grid: TokenGrid) -> bool:
     (gradient,) = gradients(points, flat, [way.leaf])
     if gradient is None:
         return False
-    is_read = (gradient != 0).any(-1).view(graph.batch, *size).any(0)
+    # NaN, as at the norm of a patch that is zero, tells nothing.
+    is_read = (gradient.abs() > 0).any(-1).view(graph.batch, *size).any(0)
     return any(
         bool(is_read.movedim(axis, 0)[math.ceil(n * max(0.5, _NEAR / patches)) :].any())
         for axis, (n, patches) in enumerate(zip(size, grid.index.shape, strict=True))
