@@ -15,6 +15,7 @@ from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.record import record
 from captum_ssm.capture.target import asked_rows
+from captum_ssm.capture.unknown_mixers import find_unknown_mixers
 from captum_ssm.errors import brief
 from captum_ssm.interventions.circuit import circuit
 from captum_ssm.interventions.runs import only, repeated
@@ -81,6 +82,7 @@ class CircuitRuns:
         """
         at_once = count_of("perturbations_per_eval", perturbations_per_eval, 1)
         target, position = _with_position(target, position)
+        find_unknown_mixers(request)
         recording = record(request)
         output = extract_logits(recording.output)
         rows = asked_rows(recording, position) if output.dim() == 3 else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from families import build
-from models import ids, last_logits, tiny
+from models import VOCABULARY, ids, last_logits, tiny
 from torch import Tensor, nn
+from wild import Mixer
 
 from captum_ssm import examples
 from captum_ssm.attr import Edge, RelevanceFlow
@@ -172,3 +174,37 @@ def test_a_regressor_and_a_classifier_have_circuits(mamba):
     assert found.reached
     with torch.no_grad(), circuit(model, found.edges, coefficients="whole"):
         assert int(model(text).logits.argmax(-1)) == int(answer)
+
+
+class OfUnknown(nn.Module):
+    """A language model of mixers that no adapter is registered for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+        self.mixers = nn.ModuleList(Mixer() for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for mixer in self.mixers:
+            x = x + mixer(nn.functional.layer_norm(x, (6,)))
+        return self.head(x)
+
+
+def test_the_first_question_about_a_model_of_unknown_mixers_may_be_its_circuit():
+    torch.manual_seed(0)
+    model, tokens = OfUnknown().eval(), ids(1, L)
+    found = find_circuit(model, tokens, (L - 1, 5), max_edges=4)
+    assert len(found) <= 4
+    each = circuit_faithfulness(
+        copy.deepcopy(model),
+        tokens,
+        found.edges,
+        (L - 1, 5),
+        ks=(len(found),),
+        coefficients="whole",
+    )
+    assert 1 - abs(1 - float(each.recovered[0, 0])) == pytest.approx(found.faithfulness, abs=1e-5)
