@@ -320,9 +320,8 @@ def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
     if bool((row < 0).any()):
         raise InputError(
             f"the model returned logits for its last {logits.shape[1]} of "
-            f"{counted_tokens(recording)} tokens, and the "
-            "position asked for is before them; expected one among these. Have the model return "
-            "logits for all tokens."
+            f"{counted_tokens(recording)} tokens, and the position asked for is before them; "
+            "expected one among these. Have the model return logits for all tokens."
         )
     return logits[torch.arange(B, device=logits.device), row]
 

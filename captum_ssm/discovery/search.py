@@ -33,12 +33,7 @@ from captum_ssm.discovery.scans import (
     is_sum,
 )
 from captum_ssm.discovery.trials import CalledScan, MeasuringTrial, MeasuringTrials
-from captum_ssm.discovery.visited import (
-    ModuleVisit,
-    has_parts,
-    no_tokens,
-    takes_tokens,
-)
+from captum_ssm.discovery.visited import ModuleVisit, has_parts, no_tokens, takes_tokens
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer

@@ -33,6 +33,7 @@ from captum_ssm.discovery.visited import (
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.layout import TOKENS_FIRST
+from captum_ssm.utils.memory import is_lack_of_memory
 from captum_ssm.utils.nested import tensors_in
 
 # The calls around a scan, outermost first, its function, and the length of what may be none.
@@ -153,9 +154,9 @@ class MeasuringTrials:
             if layout == CHANNELS_LAST[1] and not self._may_add_input(visit.call()):
                 return MeasuringTrial(is_none=True)
             return self._measured_as(visit.call(**layout), layout, partly=partly)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # as of a gradient that the module takes of what is cut
+            if is_lack_of_memory(error):
+                raise
             return MeasuringTrial(why=f"raises where its scans are cut: {str(error).rstrip('.')}")
 
     def _measured_as(

@@ -30,21 +30,20 @@ def leaves_grid(graph: MixerGraph, grid: TokenGrid) -> bool:
     """
     if len(graph.inputs) != 1 or grid.index.numel() < 2:
         return False
-    way, first = graph.inputs[0], int(grid.index.flatten()[0])
+    way, first, last = graph.inputs[0], int(grid.index.flatten()[0]), int(grid.index.max())
     roots = [graph.entries[0], graph.entries[graph.end]]
     points = [
         root
         for root in roots
-        if root is not None and len(root.shape) == 3 and int(grid.index.max()) < root.shape[1]
+        if root is not None and len(root.shape) == 3 and last < root.tokens // graph.batch
     ]
     size = _axes(way)
     if not points or len(size) != grid.index.dim():
         return False
-    seeds = [point.unflat(point.noise()) for point in points]
+    seeds = [point.noise().view(graph.batch, -1, point.width) for point in points]
     for seed in seeds:
         seed[:, :first] = seed[:, first + 1 :] = 0
-    flat = [point.flat(seed) for point, seed in zip(points, seeds, strict=True)]
-    (gradient,) = gradients(points, flat, [way.leaf])
+    (gradient,) = gradients(points, [seed.flatten(0, 1) for seed in seeds], [way.leaf])
     if gradient is None:
         return False
     # NaN, as at the norm of a patch that is zero, tells nothing.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from captum_ssm.discovery.scans.trace import Traced, TracedCall, version_of
+from captum_ssm.utils.memory import is_lack_of_memory
 
 # The numbers of all maps together; those of longer sequences would not fit into memory.
 LARGEST = 1 << 28
@@ -278,9 +279,9 @@ class LoopRerun:
             returned = vmap(outputs)(
                 *(torch.cat([x, _FACTOR * x, torch.zeros_like(x[:1])]) for x in changes)
             )
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        except (RuntimeError, ValueError, TypeError) as error:
+            if is_lack_of_memory(error):
+                raise
             returned = ()
         if not returned:
             self.ended[call] = call.name
