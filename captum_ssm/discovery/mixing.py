@@ -15,9 +15,11 @@ from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import moved
 
 UNSEEN = (
-    "lets tokens act on one another, by no scan, loop, sum or product with a matrix that is known: "
-    "a loop is seen where each step is one token of all examples, and where torch.stack or "
-    "torch.cat gathers its results in order, or each is written to its token of a tensor"
+    "lets tokens act on one another in a way that is not known. Known are scans, sums over tokens, "
+    "products with a matrix of tokens by tokens, convolutions by Fourier transforms with one "
+    "kernel per channel, and loops whose steps are one token of all examples each, where "
+    "torch.stack or torch.cat gathers their results in order or each is written to its token of a "
+    "tensor"
 )
 
 

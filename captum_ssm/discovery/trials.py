@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -142,6 +142,7 @@ class MeasuringTrials:
             )
             for layout in CHANNELS_LAST if is_last else LAYOUTS:
                 trial = self._tried(visit, layout, partly=partly)
+                trial = replace(trial, why=best.why or trial.why)  # the likeliest layout is first
                 if trial.is_whole or not best.is_partly:
                     best = trial
                 if best.is_whole or trial.is_none:

@@ -90,13 +90,23 @@ class InBlocks(S4D):
         return torch.fft.irfft(x * k, n=n)[:, 0, :, 0, : u.shape[-1]]
 
 
+class OfHeads(S4D):
+    """Heads of three channels, with one kernel for each."""
+
+    def convolved(self, u: Tensor) -> Tensor:
+        n, heads = 2 * u.shape[-1], u.unflatten(1, (2, 3))
+        k = torch.fft.rfft(self.kernel[:2, None], n=n)
+        y = torch.fft.irfft(torch.fft.rfft(heads, n=n) * k, n=n)
+        return y.flatten(1, 2)[..., : u.shape[-1]]
+
+
 def tokens(B=1, width=6):
     return torch.randn(B, L, width)
 
 
 @pytest.mark.parametrize("glu", [True, False], ids=["glu", "plain"])
 @pytest.mark.parametrize("way", ["past", "both"])
-@pytest.mark.parametrize("kind", [S4D, Einsum, AlongTokens, InBlocks])
+@pytest.mark.parametrize("kind", [S4D, Einsum, AlongTokens, InBlocks, OfHeads])
 def test_a_convolution_that_is_written_out_is_measured(kind, way, glu):
     module, x = kind(glu, way).eval(), tokens(2).mT
     with torch.no_grad():

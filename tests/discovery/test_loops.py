@@ -112,6 +112,32 @@ class MinGRU(Loop):
             yield h
 
 
+class Sliced(MinGRU):
+    """As SRU: ``u + (h - u) f``, whose value is sliced anew wherever it is read."""
+
+    def steps(self, u):
+        h, new = torch.zeros_like(u[:, 0]), self.i(u)
+        for t in range(u.shape[1]):
+            f = self.hold(self.f(u[:, t]).sigmoid())
+            if self.is_holding:
+                h = f * h + (1 - f) * self.value(new[:, t])
+            else:
+                h = new[:, t] + (h - new[:, t]) * f
+            yield h
+
+
+class Highway(Loop):
+    """As SRU too: what a step returns has a part of the module's own token."""
+
+    def forward(self, x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = self.f(x[:, t]).sigmoid() * h + self.i(x[:, t])
+            r = self.r(x[:, t]).sigmoid()
+            out.append(r * h + (1 - r) * x[:, t])
+        return torch.stack(out, 1)
+
+
 class InPlace(Loop):
     def steps(self, u):
         h = torch.zeros_like(u[:, 0])
@@ -295,7 +321,7 @@ class TimeFirst(nn.Module):
 
 
 STARTED = (Started, StartedWithin, StartedAhead, Alone)
-FORMS = (Griffin, MinGRU, InPlace, SLSTM, GatesReadTheState, MLSTM, Mamba, Titans)
+FORMS = (Griffin, MinGRU, Sliced, InPlace, SLSTM, GatesReadTheState, MLSTM, Mamba, Titans)
 
 
 class Model(nn.Module):
@@ -575,14 +601,15 @@ class Inverted(Loop):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Chunks, r"layers.0 \(Chunks\) lets tokens act on one another, .* each step is one token"),
-        (Inverted, r"layers.0 \(Inverted\) lets tokens act on one another, .* in order, or"),
+        (Chunks, r"layers.0 \(Chunks\) lets tokens act .* steps are one token of all examples"),
+        (Inverted, r"layers.0 \(Inverted\) lets tokens act .* in order or"),
         (GRU, r"layers.0 \(GRU\) .*a loop in .*gathered is not a scan: .*not linear \(.*tanh"),
         (
             Mixing,
             r"layers.0 \(Mixing\) .*a loop in .*is not a scan: its steps mix channels",
         ),
         (Normed, r"layers.0 \(Normed\) .*a loop in .*gathered is not a scan: .*layer_norm"),
+        (Highway, r"layers.0 \(Highway\) it adds something to its scans that depends on its"),
         (Scripted, r"layers.0 \(Scripted\) calls scripted, .*PYTORCH_JIT=0"),
         (Layer, r"layers.0.layer \(LSTM\) calls torch.lstm, .*not linear"),
     ],

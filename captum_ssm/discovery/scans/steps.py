@@ -134,14 +134,14 @@ class LoopSteps:
         return any(self.is_carried(read, step) for call in calls for read in call.made)
 
     def slots(self) -> Iterator[tuple[Slot, list[Slot]]]:
-        """The slots at which a step reads, the last first, with all that read the same."""
+        """The slots at which a step reads, the last first, with all that read the same numbers."""
         reads = [
-            ((at, n), made)
+            ((at, n), None if call.made[n] is None else _place(call, n))
             for at, call in enumerate(reversed(self.calls[-1]))
-            for n, made in enumerate(call.made)
+            for n in range(len(call.made))
         ]
-        for slot, made in reads:
-            yield slot, [other for other, same in reads if made is not None and same == made]
+        for slot, place in reads:
+            yield slot, [other for other, same in reads if place is not None and same == place]
 
     def at(self, number: int) -> list[TracedCall]:
         """The call of each step at a number, counted from the step's end."""
@@ -173,6 +173,12 @@ def before(
             read = [x for x in call.made if x is not None and x != without]
             waiting |= {x.call.order: x.call for x in read}
     return tuple(calls[order] for order in sorted(calls))
+
+
+def _place(call: TracedCall, argument: int) -> tuple[object, ...]:
+    # Where an argument has its numbers: two slices of one token, ``u[:, t]`` twice, have the same.
+    x = call.leaves[argument]
+    return x.data_ptr(), x.dtype, x.shape, x.stride(), call.versions[argument]
 
 
 def _of_zeros(call: TracedCall, made: Traced, steps: LoopSteps) -> TracedCall | None:

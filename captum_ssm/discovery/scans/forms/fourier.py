@@ -101,20 +101,34 @@ class Transforms:
             for second in self._known:
                 (a, x, n_x), (b, k, n_k) = first, second
                 fits = second is not first and n_x == n_k == n and x.dim() >= 3
-                if not fits or k.numel() != x[0].numel() // x.shape[-1] * k.shape[-1]:
+                if not fits or product.numel() != a.numel() or product.shape[0] != len(x):
                     continue
-                if product.numel() != a.numel() or product.shape[0] != len(x):
+                kernel, of_kernel = _by_channel(k, x), _by_channel(b, x)
+                if kernel is None or of_kernel is None:
                     continue
-                values, kernel = x.flatten(1, -2), k.reshape(-1, k.shape[-1])
+                values = x.flatten(1, -2)
                 with torch.no_grad():
-                    expected = a.flatten(1, -2) * b.reshape(-1, b.shape[-1])
-                    expected = expected.reshape(product.shape)
+                    expected = (a.flatten(1, -2) * of_kernel).reshape(product.shape)
                     size = expected.abs().square().sum()
                     c = float((product * expected.conj()).sum().real / size.clamp(min=1e-300))
                     left = (product - c * expected).norm()
                 if bool(left <= 1e-5 * product.norm()) and c != 0:
                     return values, kernel, c
         return None
+
+
+def _by_channel(kernel: Tensor, x: Tensor) -> Tensor | None:
+    # A kernel for each of x (B, ..., L), (D, K): heads of several channels may share one.
+    channels, each = x.shape[1:-1], kernel.shape[:-1]
+    if each.numel() == channels.numel():
+        return kernel.reshape(-1, kernel.shape[-1])
+    each = each[1:] if len(each) > len(channels) and each[0] == 1 else each
+    is_shared = len(each) <= len(channels) and all(
+        size in (1, of_x) for size, of_x in zip(each[::-1], channels[::-1], strict=False)
+    )
+    if not is_shared:
+        return None
+    return kernel.reshape(*each, -1).expand(*channels, -1).reshape(channels.numel(), -1)
 
 
 def _taken(
