@@ -29,7 +29,7 @@ from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.capture.visits import Visits, is_table
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import bound_arguments
-from captum_ssm.mixers.registry import known_of
+from captum_ssm.mixers.registry import known_of, nearest_misses
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.fingerprint import fingerprint
@@ -221,6 +221,8 @@ def _with_wiring(
             not decoded.wiring.refused or decoded.wiring.lacks_second
         ):
             return decoded
+    if wiring.refused is not None and (near := nearest_misses(original(request.module))):
+        wiring = replace(wiring, refused=f"{wiring.refused} Nearest to another mixer: {near}.")
     wiring = replace(wiring, structure=wiring.structure | recording.operations)
     # With a score they are looked at by its own gradients.
     known = known_of(request.module)

@@ -106,7 +106,6 @@ class Support:
     target: Any = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        tried = [(name, why or "works") for name, why in self.methods.items()]
         lines = [
             "Mixers are the layers in which tokens read from one another. Each acts as matrices",
             "of tokens by tokens (maps), one per channel or head. The error says how far these",
@@ -114,7 +113,12 @@ class Support:
             *indented([_MIXERS, *self._grouped()]),
             *(line[0].upper() + line[1:] for line in self.surroundings),
         ]
-        return "\n".join([*lines, "", "Methods, tried on this input:", *indented(tried)])
+        return "\n".join([*lines, "", "Methods, tried on this input:", *indented(self._tried())])
+
+    def _tried(self) -> list[tuple[str, str]]:
+        # What stands in the way of several methods is told once, before them.
+        said = {None: "works", self.between: "does not work with what is between the mixers"}
+        return [(name, said.get(why) or str(why)) for name, why in self.methods.items()]
 
     def _grouped(self) -> list[tuple[str, ...]]:
         # One row for all mixers that differ in their names and errors alone.
@@ -129,10 +133,9 @@ class Support:
 
     def _repr_html_(self) -> str:
         # A notebook shows it for the value of a cell.
-        tried = [(name, why or "works") for name, why in self.methods.items()]
         around = "".join(f"<p>{html.escape(line)}</p>" for line in self.surroundings)
         return (
-            html_table(("method", "on this model"), tried, "What can be explained")
+            html_table(("method", "on this model"), self._tried(), "What can be explained")
             + html_table(_MIXERS, self._grouped(), "Mixers, in forward order")
             + around
         )

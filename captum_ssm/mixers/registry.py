@@ -285,7 +285,8 @@ def remember(adapters: Mapping[nn.Module, Adapter]) -> None:
 def nearest_misses(model: nn.Module, most: int = 3) -> str:
     """What in ``model`` looks like a mixer and why it is not one; or nothing."""
     misses: dict[tuple[str, str], str] = {}
-    for path, module in model.named_modules():
+    parts = (pair for name, part in model.named_children() for pair in outermost(part, name))
+    for path, module in [("", model), *parts]:
         if why := _KNOWN.get(original(module), _NOTHING).miss:
             misses.setdefault((type(module).__name__, why), path)
     first = [*misses.items()][:most]

@@ -624,3 +624,14 @@ def test_measured_mixers_are_not_told_among_other_layers():
     assert {mixer.kind for mixer in found.mixers} == {"Griffin"}
     assert "Griffin" not in found.outside
     assert found.outside["Linear"] == 1
+
+
+def test_what_is_no_scan_is_named_beside_mixers():
+    model, x = Model(Griffin(), Normed(), Griffin()).eval(), tokens()
+    why = r"mixed by an operation .* layers.1 \(Normed\) a loop in .* is not a scan: .*layer_norm"
+    with pytest.raises(UnsupportedModelError, match=why):
+        MambaRollout(model).attribute(x, target=1)
+    report = supported(model, x)
+    assert report.methods["rollout"] == report.between
+    assert str(report).count("layer_norm") == 1
+    assert str(report).count("does not work with what is between the mixers") == 5
