@@ -115,6 +115,23 @@ def test_what_all_examples_share_takes_no_room_from_them(small):
     assert rows == report_data(report)["rows"] == list(report.shown)
 
 
+def test_texts_of_one_token_which_has_all_relevance_are_among_the_others():
+    # Their only token is the reading token, which is left out: the other shares stay.
+    loaded = examples.load("stories-mamba")
+    ones = explain(*loaded, ["Anna", "Tom"])
+    others = explain(*loaded, ["Anna has a red", "Tom has a blue"])
+    both, few = (summarize(some, against=some) for some in (ones + others, others))
+    shares = [{one.key: one.share for one in report.shares["token"]} for report in (both, few)]
+    assert shares[0] == shares[1]
+    assert both.change is not None
+    assert few.change is not None
+    assert {*both.change.shares} == {*few.change.shares}
+    alone = summarize(ones)
+    assert {*alone.shares} == {"tenth"}
+    assert "2 examples" in str(alone)
+    assert alone.to_html()
+
+
 def test_rare_tokens_do_not_come_first():
     rng = np.random.default_rng(0)
     texts = ["often b c d"] * 40 + ["rare b c d"]

@@ -193,3 +193,5 @@ def test_hostile_texts_are_shown_and_never_run(opened):
     tab.get_by_role("button", name="Open example 0").first.click()
     tab.locator(".holder .captum-page").wait_for()
     assert tab.locator(".report img").count() == 0
+    tab = opened("hostile", "slice=constructor&kind=constructor&place=toString")
+    assert tab.locator("h1").is_visible()

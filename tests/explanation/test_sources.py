@@ -109,6 +109,37 @@ def test_a_column_that_begins_in_a_late_row_is_read(tmp_path, words):
         assert found.column("row.tag")[first:] == [None, None, "late"]
 
 
+def test_a_table_of_values_is_read_as_it_is_written_or_refused(tmp_path, words):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbftext,tag\nw3 w4,a\nw5, w6,b\nw7 \xe9,c\nw8,caf\xc3\xa9\n"w9, ""w10""",'
+        + b"x" * 200_000
+    )
+    found = explain_dataset(tiny(), words, path, tmp_path / "rows", alternatives=0)
+    assert list(found.errors) == [1, 2]
+    assert "the row has 3 values, and the header 2" in found.errors[1]
+    assert "can't decode byte 0xe9" in found.errors[2]
+    assert found.column("tag")[3:] == ["caf\xe9", "x" * 200_000]
+    assert found[4].examples[0].text.startswith('w9, "w10"')
+    path.write_text('text\n"w3 w4\nw5\nw6\n')  # else one row, of all that follows
+    with pytest.raises(InputError, match=r"rows\.csv', line .*unexpected end of data"):
+        explain_dataset(tiny(), words, path, tmp_path / "open")
+
+
+def test_the_mark_that_begins_a_file_is_not_a_part_of_its_first_text(tmp_path, words):
+    for name, text in (("rows.txt", "w3 w4\nw5\n"), ("rows.jsonl", '{"text": "w3 w4"}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        found = explain_dataset(tiny(), words, tmp_path / name, tmp_path / f"of {name}")
+        assert found[0].examples[0].tokens[0].text == "w3"
+
+
+@pytest.mark.parametrize("name", ["rows.npy", "rows.npz"])
+def test_files_that_are_not_arrays_are_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(b"no arrays")
+    with pytest.raises(InputError, match=rf"{name}' cannot be read .*; expected arrays of numbers"):
+        explain_dataset(tiny(), None, tmp_path / name, tmp_path / "why")
+
+
 def test_rows_without_columns_are_texts_and_ids(tmp_path, words):
     rows = ["w3 w4", [5, 6], None, torch.tensor([7, 8]), float("nan"), 3, []]
     found = explain_dataset(tiny(), words, rows, tmp_path)

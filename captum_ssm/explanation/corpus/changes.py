@@ -63,7 +63,8 @@ def change(first: list[Reading], second: list[Reading], other: str) -> Change:
     n, mean = len(moved), float(moved.mean())
     variance = float(moved.var(ddof=1)) if n > 1 else 0.0
     (half,) = moderated_halves(np.array([n]), np.array([variance]))
-    kinds = [kind for kind in before[0].kinds if kind in after[0].kinds]
+    known = [{kind: 0 for reading in run for kind in reading.kinds} for run in (before, after)]
+    kinds = [kind for kind in known[0] if kind in known[1]]
     tables = [(ShareTable(before, kind), ShareTable(after, kind)) for kind in kinds]
     return Change(
         other,

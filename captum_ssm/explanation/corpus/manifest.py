@@ -55,11 +55,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any], owner: int) -> None:
-    """Write a manifest, as :func:`replacing` does."""
+def write_manifest(
+    folder: Path, manifest: Mapping[str, Any], owner: int, is_first: bool = False
+) -> None:
+    """Write a manifest, as :func:`replacing` does; ``is_first`` where there is none yet."""
     held = {"format": f"{FORMAT}/{VERSION}"} | dict(manifest)
     text = json.dumps(held, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    with replacing(folder / NAME, owner) as temporary:
+    with replacing(folder / NAME, owner, is_first) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 

@@ -13,7 +13,14 @@ import numpy as np
 from safetensors import safe_open
 
 from captum_ssm.explanation.corpus.manifest import read_manifest
-from captum_ssm.explanation.corpus.shards import OWN, arrow, example_of, shard_paths
+from captum_ssm.explanation.corpus.shards import (
+    OWN,
+    arrow,
+    example_of,
+    reading,
+    rows_in,
+    shard_paths,
+)
 from captum_ssm.explanation.explanation import Explanation
 from captum_ssm.explanation.parts import Method
 from captum_ssm.explanation.read import printable, read
@@ -83,11 +90,16 @@ class ExplainedDataset:
         )
 
     def __len__(self) -> int:
-        # All shards but the last one are full.
+        missing = max(self._paths, default=-1) + 1 - len(self._paths)
+        return self._end - missing * int(self.manifest["rows_per_shard"])
+
+    @cached_property
+    def _end(self) -> int:
+        # The number after that of the last row that is here: all shards but the last one are full.
         if not self._paths:
             return 0
-        last = arrow().parquet.read_metadata(self._paths[max(self._paths)]).num_rows
-        return int((len(self._paths) - 1) * self.manifest["rows_per_shard"] + last)
+        last = max(self._paths)
+        return last * int(self.manifest["rows_per_shard"]) + rows_in(self._paths[last])
 
     @property
     def title(self) -> str:
@@ -104,8 +116,9 @@ class ExplainedDataset:
         """The names of all columns; those of the data set itself begin with ``row.``."""
         if not self._paths:
             return []
-        schema = arrow().parquet.read_schema(next(iter(self._paths.values())))
-        return list(schema.names)
+        path = next(iter(self._paths.values()))
+        with reading(path):
+            return list(arrow().parquet.read_schema(path).names)
 
     def column(self, name: str) -> list[Any]:
         """The values of one column, of all rows.
@@ -121,12 +134,11 @@ class ExplainedDataset:
         column = name if name in known else OWN + name
         if column not in known:
             raise ValueError(f"name is {name!r}; expected one of {', '.join(known)}.")
-        read_table = arrow().parquet.read_table
-        return [
-            value
-            for path in self._paths.values()
-            for value in read_table(path, columns=[column])[column].to_pylist()
-        ]
+        values: list[Any] = []
+        for path in self._paths.values():
+            with reading(path):
+                values += arrow().parquet.read_table(path, columns=[column])[column].to_pylist()
+        return values
 
     @cached_property
     def errors(self) -> dict[int, str]:
@@ -136,7 +148,7 @@ class ExplainedDataset:
 
     def __getitem__(self, index: int) -> Explanation:
         size = self.manifest["rows_per_shard"]
-        position = index + len(self) if index < 0 else index
+        position = index + self._end if index < 0 else index
         number, row = divmod(position, size)
         table = self._table(number) if number in self._paths else None
         if table is None or row >= len(table):
@@ -152,17 +164,17 @@ class ExplainedDataset:
                     yield self._explanation(table, number, row)
 
     def _missing(self, index: int) -> str:
-        rows = self.manifest["rows"]
-        if rows is not None and -len(self) <= index < rows:
+        if -self._end <= index < max(self.manifest["rows"] or 0, self._end):
             return (
                 f"row {index} is in a shard that was not finished; call explain_dataset again to "
                 "go on."
             )
-        return f"index is {index}; expected 0 .. {len(self) - 1}."
+        return f"index is {index}; expected 0 .. {self._end - 1}."
 
     def _table(self, number: int) -> Any:
         if number not in self._kept:
-            self._kept[number] = arrow().parquet.read_table(self._paths[number])
+            with reading(self._paths[number]):
+                self._kept[number] = arrow().parquet.read_table(self._paths[number])
         self._kept.move_to_end(number)
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
@@ -188,7 +200,7 @@ class ExplainedDataset:
 
 
 def _map(path: Path, name: str) -> np.ndarray:
-    with safe_open(path, "numpy") as file:
+    with reading(path), safe_open(path, "numpy") as file:
         values: np.ndarray = file.get_tensor(name)
     return values
 

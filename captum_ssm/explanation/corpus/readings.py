@@ -75,9 +75,8 @@ class _Sums:
     )
 
     def add(self, kind: str, keys: list[Any], share: np.ndarray, signed: np.ndarray) -> None:
-        sums = self.found[kind]
         for key, size, sign in zip(keys, share.tolist(), signed.tolist(), strict=True):
-            entry = sums[key]
+            entry = self.found[kind][key]
             entry[0] += size
             entry[1] += sign
             entry[2] += 1

@@ -8,7 +8,8 @@ and series are flattened, and ``shape`` is that of one row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from errno import EIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from captum_ssm.explanation.corpus.writing import replacing
 from captum_ssm.explanation.file import encoded, map_tensors
 from captum_ssm.explanation.parts import LABEL, NEXT, Example, Maps, Output
 from captum_ssm.explanation.read import example as read_example
+from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.tables import told_answer
 
 ARROW_TYPES = {"bool": "bool_", "int64": "int64", "float64": "float64", "string": "string"}
@@ -168,8 +170,33 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def shard_paths(folder: Path) -> dict[int, Path]:
     """The shards of a folder that are finished, by their numbers, in order."""
-    paths = {path.stem.removeprefix("part-"): path for path in folder.glob("part-*.parquet")}
-    return {int(n): paths[n] for n in sorted(paths, key=int) if n.isdecimal()}
+    names = (path.stem.removeprefix("part-") for path in folder.glob("part-*.parquet"))
+    numbers = sorted({int(name) for name in names if name.isdecimal()})
+    paths = {number: shard_path(folder, number) for number in numbers}
+    return {number: path for number, path in paths.items() if path.is_file()}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What cannot be read of a shard's file is a ValueError that names the file, and what to do."""
+    try:
+        yield
+    except (arrow().ArrowInvalid, SafetensorError, OSError) as error:
+        told = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{printable(str(path))} cannot be read ({told}). If it is damaged, delete "
+            f"{path.stem}.parquet and call explain_dataset again, which explains its rows anew."
+        ) from error
+
+
+def rows_in(path: Path) -> int:
+    """How many rows a shard has.
+
+    Raises:
+        ValueError: for a file that is damaged.
+    """
+    with reading(path):
+        return int(arrow().parquet.read_metadata(path).num_rows)
 
 
 def write_shard(path: Path, number: int, schema: Any, shard: Shard) -> None:

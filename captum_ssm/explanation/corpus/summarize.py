@@ -105,17 +105,21 @@ def summarize(
 
 
 class _Run:
-    # Examples by one method, read once.
+    # Examples by one method, read once; of another run by its first one where it lacks that.
     def __init__(
         self,
         data: Explanations,
         method: str | None,
         reading_token: bool | None,
         labels: Sequence[str] | str | None,
+        is_other: bool = False,
     ) -> None:
         self.data, self.reading_token, self.labels = data, reading_token, labels
         self.errors: Mapping[int, str] = dict(getattr(data, "errors", {}))
-        self.indices = [i for i in range(len(data)) if i not in self.errors]
+        # A run that has not finished may lack rows in the middle.
+        rows = range(len(data)) if isinstance(data, Explanation) else data.column("index")
+        self.places = {i: k for k, i in enumerate(rows)}
+        self.indices = [i for i in self.places if i not in self.errors]
         if not self.indices:
             raise ValueError(
                 f"the data has {len(data)} rows, and none was explained; expected at least one "
@@ -123,9 +127,9 @@ class _Run:
             )
         self.first = data[self.indices[0]]
         known = {m.name: m for m in self.first.methods}
-        if method is not None and method not in known:
+        if method is not None and method not in known and not is_other:
             raise ValueError(f"method is {method!r}; expected {' or '.join(known)}.")
-        self.method = known[next(iter(known)) if method is None else method]
+        self.method = known.get(method or "", self.first.methods[0])
         right = self.column(labels, "labels") if isinstance(labels, str) else labels
         if right is not None and len(right) != len(data):
             raise ValueError(
@@ -171,7 +175,8 @@ class _Run:
         is_asked, reading_token = self._is_asked, self.reading_token
         for i, explanation in self.of(self.indices):
             require_texts(explanation.examples, "a report")
-            label = None if right is None or right[i] is None else str(right[i]).strip()
+            value = None if right is None else right[self.places[i]]
+            label = None if value is None else str(value).strip()
             options = (label, is_asked, reading_token)
             yield read(explanation.examples[0], self.method.name, i, "word", *options)
 
@@ -189,10 +194,8 @@ def _other(run: _Run, against: Explanations | str | Path) -> _Run:
     methods = [m.name for m in run.first.methods]
     if isinstance(against, str) and against in methods:
         return _Run(run.data, against, reading_token, labels)
-    other = _opened(against)
-    names = [m.name for m in other[0].methods] if len(other) else []
-    method = run.method.name if run.method.name in names else None
-    return _Run(other, method, reading_token, labels if isinstance(labels, str) else None)
+    labels = labels if isinstance(labels, str) else None
+    return _Run(_opened(against), run.method.name, reading_token, labels, is_other=True)
 
 
 def _columns(run: _Run, by: Any) -> dict[str, list[Any]]:
@@ -213,7 +216,8 @@ def _columns(run: _Run, by: Any) -> dict[str, list[Any]]:
             f"by has {len(by)} values for {len(run.data)} examples; expected one for each, or the "
             "names of columns of a folder of explain_dataset."
         )
-    return {name: [values[i] for i in run.indices] for name, values in columns.items()}
+    places = [run.places[i] for i in run.indices]
+    return {name: [values[k] for k in places] for name, values in columns.items()}
 
 
 def _slices(

@@ -16,8 +16,14 @@ _END = ".tmp"
 
 
 @contextmanager
-def replacing(path: Path, owner: int) -> Iterator[Path]:
+def replacing(path: Path, owner: int, is_first: bool = False) -> Iterator[Path]:
     """A temporary file to be written inside, which afterwards takes the place of ``path``.
+
+    Args:
+        path (Path): the file.
+        owner (int): whose it is.
+        is_first (bool, optional): whether a file that another process has put there meanwhile stays
+            as it is. Default: False
 
     Raises:
         OSError: where it cannot be written, such as on a full disk; says what to do.
@@ -26,7 +32,7 @@ def replacing(path: Path, owner: int) -> Iterator[Path]:
     try:
         yield temporary
         _flush(temporary)
-        os.replace(temporary, path)
+        (_put_first if is_first else os.replace)(temporary, path)
         _flush(path.parent)
     except OSError as error:
         raise OSError(
@@ -38,6 +44,15 @@ def replacing(path: Path, owner: int) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _put_first(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # by a file system without links
+        os.replace(temporary, path)
 
 
 def remove_temporary(folder: Path, process: int, count: int) -> None:

@@ -25,6 +25,7 @@ from captum_ssm.explanation.corpus.shards import (
     OWN,
     Shard,
     record,
+    rows_in,
     schema_of,
     shard_path,
     shard_paths,
@@ -32,7 +33,7 @@ from captum_ssm.explanation.corpus.shards import (
 )
 from captum_ssm.explanation.corpus.writing import remove_temporary
 from captum_ssm.explanation.make.dataset.budget import limit_of
-from captum_ssm.explanation.make.dataset.own import own_values
+from captum_ssm.explanation.make.dataset.own import legal, own_values
 from captum_ssm.explanation.make.dataset.rows import RowReader
 from captum_ssm.explanation.make.dataset.sources import Source, attempt
 from captum_ssm.explanation.make.many import Explainer, InputRow
@@ -120,7 +121,7 @@ class ShardMaker:
             if isinstance(told, Exception):
                 if self.raises:
                     raise RowError(f"row {index} was not explained: {_named(told)}") from told
-                told = {"error": _named(told)}
+                told = {"error": legal(_named(told))}
             elif isinstance(outcome, Example) and outcome.maps and index is not None:
                 maps[index] = outcome.maps
             columns = {} if isinstance(values, Exception) else values
@@ -162,13 +163,15 @@ class ShardRun:
         rows = begun["rows"]
         maker = replace(self.maker, limit=partial(limit_of, begun.get("batches")))
         size, done = self.manifest["rows_per_shard"], shard_paths(self.folder)
+        mine = [n for n in done if n % self.processes == self.process]
+        whole = {n for n in mine if not isinstance(attempt(rows_in, done[n]), Exception)}
         schema = schema_of([m["name"] for m in self.manifest["methods"]], self.manifest["columns"])
         with Bar("rows", rows or 0) as bar:
             for number in count(self.process, self.processes):
                 start = number * size
                 if rows is not None and start >= rows:
                     return
-                if number not in done and not self._explain(maker, number, start, schema):
+                if number not in whole and not self._explain(maker, number, start, schema):
                     break
                 if rows is not None:
                     bar.advance(min(size, rows - start))
@@ -178,8 +181,8 @@ class ShardRun:
         remove_temporary(self.folder, self.process, self.processes)
         if not (self.folder / NAME).exists():
             told = {**self.manifest, "batches": self.budget()}
-            write_manifest(self.folder, told, self.process)
-            return
+            write_manifest(self.folder, told, self.process, is_first=True)
+        # Another process that began at once may have written it.
         before = read_manifest(self.folder)
         check_same(self.folder, before, self.manifest)
         changed = changed_versions(before, self.manifest)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from captum_ssm.explanation.make.dataset.own import OTHER, kind_of
 from captum_ssm.explanation.make.inputs.pictures import is_array
 
 
@@ -32,13 +33,19 @@ def hash_of_model(model: nn.Module) -> str:
 
 
 def hash_of_tokenizer(tokenizer: Any) -> str | None:
-    """A hash of a tokenizer's vocabulary, rules and chat template, as far as it shows them."""
+    """A hash of a tokenizer's vocabulary, rules and chat template, as far as it shows them.
+
+    For a processor it is one of its settings.
+    """
     if tokenizer is None:
         return None
-    hasher = hashlib.sha256(type(tokenizer).__name__.encode())
+    told = json.dumps(_settings(tokenizer), sort_keys=True, default=str)
+    hasher = hashlib.sha256(f"{type(tokenizer).__name__} {told}".encode())
     rules: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(rules, "to_str"):
-        hasher.update(rules.to_str().encode())
+        # Each call sets how it pads and cuts texts, so that an earlier one's settings say nothing.
+        fixed = json.loads(rules.to_str()) | {"padding": None, "truncation": None}
+        hasher.update(json.dumps(fixed).encode())
     elif callable(getattr(tokenizer, "get_vocab", None)):
         with suppress(NotImplementedError):  # a base class that declares it: no vocabulary is shown
             hasher.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
@@ -64,13 +71,16 @@ def hash_of_rows(rows: Iterable[Any]) -> str:
 
 
 def _config(model: nn.Module) -> bytes:
-    config: Any = getattr(model, "config", None)
-    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
-    # Where a model was loaded from, and by which version, changes nothing.
-    settings = {
-        key: value for key, value in values.items() if key not in ("_name_or_path", "dtype")
-    }
-    return f"{type(model).__name__} {json.dumps(settings, sort_keys=True, default=str)}".encode()
+    # How it writes answers is in a second one; settings that are None are there by version.
+    parts = [_settings(getattr(model, name, None)) for name in ("config", "generation_config")]
+    return f"{type(model).__name__} {json.dumps(parts, sort_keys=True, default=str)}".encode()
+
+
+def _settings(held: Any) -> dict[str, Any]:
+    # Where something was loaded from, and by which version, changes nothing.
+    values = held.to_dict() if callable(getattr(held, "to_dict", None)) else {}
+    left_out = ("_name_or_path", "dtype", "transformers_version")
+    return {k: x for k, x in values.items() if k not in left_out and x is not None}
 
 
 def _tensor(tensor: Tensor) -> bytes:
@@ -105,5 +115,5 @@ def _feed(hasher: Any, value: Any) -> None:
     elif is_dataclass(value):
         _feed(hasher, vars(value))
     else:
-        is_told = value is None or isinstance(value, (bool, int, float, Path))
+        is_told = isinstance(value, (bool, int, float, Path)) or kind_of(value) != OTHER
         hasher.update(f"{type(value).__name__} {value if is_told else ''} ".encode())

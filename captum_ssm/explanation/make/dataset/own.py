@@ -24,6 +24,11 @@ def present(value: Any) -> Any:
     return None if is_missing or type(value).__name__ in ("NAType", "NaTType") else value
 
 
+def legal(text: str) -> str:
+    """A text that UTF-8 can hold: halves of characters, such as of an emoji cut in two, escaped."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def column_types(rows: Iterable[Any], of_texts: bool) -> dict[str, str | None]:
     """The types of all columns.
 
@@ -37,7 +42,7 @@ def column_types(rows: Iterable[Any], of_texts: bool) -> dict[str, str | None]:
         other values.
     """
     kinds: dict[str, str] = {}
-    kind = _kind_of_text if of_texts else _kind
+    kind = _kind_of_text if of_texts else kind_of
     for row in rows:
         if isinstance(row, Mapping):
             for name, value in row.items():
@@ -56,7 +61,8 @@ def own_values(row: Any, types: Mapping[str, str]) -> dict[str, Any]:
     return {name: _cast(name, present(value), types[name]) for name, value in values.items()}
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The type of column that holds a value; ``NONE`` and ``OTHER`` are explained above."""
     if value is None:
         return NONE
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
@@ -92,13 +98,13 @@ def _cast(name: str, value: Any, kind: str) -> Any:
     if value is None or (value == "" and kind != "string"):
         return None
     if kind == "string":
-        return str(value)
+        return legal(str(value))
     with suppress(TypeError, ValueError):
         if kind == "float64":
             return float(value)
         if kind == "int64" and (isinstance(value, str) or int(value) == value):
             return int(value)
-        if kind == "bool" and _kind(value) == "bool":
+        if kind == "bool" and kind_of(value) == "bool":
             return bool(value)
     raise InputError(
         f"{name} is {str(value)[:40]!r} (a {type(value).__name__}), and earlier rows hold {kind}; "

@@ -124,7 +124,8 @@ def explain_dataset(
         raise InputError(f"on_error is {on_error!r}; expected 'record' or 'raise'.")
     rows_per_shard = count_of("rows_per_shard", rows_per_shard, 1)
     folder = made_folder(output)
-    module, own_tokenizer, *_ = unpacked(model, tokenizer, None, None)
+    known_processor = options.get("processor")
+    module, own_tokenizer, _, processor = unpacked(model, tokenizer, None, known_processor)
     make = partial(Explainer, model, tokenizer, show_progress=False, **options)
     source = dataset.source() if isinstance(dataset, ServedLog) else source_of(dataset)
     head = source.read(0, rows_per_shard)
@@ -148,6 +149,7 @@ def explain_dataset(
         "hashes": {
             "model": hash_of_model(module),
             "tokenizer": hash_of_tokenizer(own_tokenizer),
+            "processor": hash_of_tokenizer(processor),
         },
         "data": _told(source, head),
         "columns": types,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, takewhile
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -21,6 +22,7 @@ ARRAYS = (".npy", ".npz")
 FILES = (".jsonl", ".csv", ".parquet", ".txt", *ARRAYS)
 # Rows that are read at a time where all are looked at.
 _STEP = 1000
+_LONGEST = 2**31 - 1  # characters of a value of a CSV file, of which Python takes 131,072
 # Arrow's types of scalars, by the names of those that a shard has for them.
 _SCALARS = {"bool": "bool", "string": "string", "large_string": "string", "string_view": "string"}
 
@@ -176,10 +178,16 @@ def _of_folder(path: Path) -> Source:
 
 def _of_arrays(path: Path) -> Source:
     # Each row of an array is what the model reads; several arrays are columns, by their names.
-    opened = np.load(path, mmap_mode="r")
-    arrays = (
-        {"": opened} if path.suffix == ".npy" else {name: opened[name] for name in opened.files}
-    )
+    try:
+        opened = np.load(path, mmap_mode="r")
+        is_one = isinstance(opened, np.ndarray)
+        arrays = {"": opened} if is_one else {name: opened[name] for name in opened.files}
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        told = str(error).partition(". ")[0]
+        raise InputError(
+            f"{str(path)!r} cannot be read ({told}); expected arrays of numbers, as numpy.save or "
+            "numpy.savez writes them."
+        ) from error
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths = {shape[0] if shape else -1 for shape in shapes.values()}
     if len(lengths) != 1 or -1 in lengths:
@@ -207,8 +215,27 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file, restkey="")
+    csv.field_size_limit(_LONGEST)
+    # A byte that is not of UTF-8 is a mistake of its own row.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        try:
+            yield from rows
+        except csv.Error as error:
+            raise InputError(
+                f"{str(path)!r}, line {rows.line_num}: {error}; expected values separated by "
+                'commas, and in quotes where they hold commas, line breaks or quotes, as "".'
+            ) from error
+
+
+def _record(row: Mapping[Any, Any]) -> dict[str, str | None]:
+    if None in row:
+        raise InputError(
+            f"the row has {len(row) - 1 + len(row[None])} values, and the header {len(row) - 1}; "
+            'put a value that holds commas into quotes, "...".'
+        )
+    raw = {name: (value or "").encode("utf-8", "surrogateescape") for name, value in row.items()}
+    return {name: value.decode("utf-8") or None for name, value in raw.items()}
 
 
 def _object(line: bytes) -> Any:
@@ -219,9 +246,9 @@ def _object(line: bytes) -> Any:
 
 
 _PARSE: dict[str, Callable[[Any], Any]] = {
-    ".csv": lambda row: {name: value or None for name, value in row.items()},
+    ".csv": _record,
     ".jsonl": _object,
-    ".txt": lambda line: {"text": line.decode("utf-8").rstrip("\r\n")},
+    ".txt": lambda line: {"text": line.decode("utf-8-sig").rstrip("\r\n")},
 }
 
 

@@ -60,11 +60,11 @@ class ReportPage {
     this.values = { ...this.defaults };
     for (const [key, value] of Object.entries(given)) if (key in this.values) this.values[key] = value;
     const { values, data } = this;
-    if (!data.slices[values.slice]) values.slice = "";
+    if (!Object.hasOwn(data.slices, values.slice)) values.slice = "";
     if (values.slice !== "") values.by = data.slices[values.slice].by;
     if (!data.slices.some(({ by }) => by === values.by)) values.by = this.defaults.by;
-    if (!data.shares[values.kind]) values.kind = data.units;
-    if (!data.shares[values.place] || !PLACE_NAMES[values.place]) values.place = "tenth";
+    if (!Object.hasOwn(data.shares, values.kind)) values.kind = data.units;
+    if (!data.shares[values.place] || !Object.hasOwn(PLACE_NAMES, values.place)) values.place = "tenth";
     if (!this.list.sort.querySelector(`option[value="${CSS.escape(values.sort)}"]`)) values.sort = "index";
     if (values.x !== "" && !this.texts.has(Number(values.x))) values.x = "";
   }

@@ -3,7 +3,7 @@ import { ofWhole, styled } from "./bars.js";
 import { added, element, range } from "./dom.js";
 import { count, name, percent, quoted, visible } from "./format.js";
 
-export const SLICED_BY = { group: "Where they look", prediction: "Right and wrong", target: "Answer" };
+export const SLICED_BY = { __proto__: null, group: "Where they look", prediction: "Right and wrong", target: "Answer" };
 export const slicedBy = (by) => SLICED_BY[by] ?? visible(by === "column" ? "Column" : by);
 
 // The fewest tenths in a row that hold half of the relevance.
