@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from contextlib import contextmanager as _contextmanager
 from contextvars import ContextVar
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 V = TypeVar("V")
@@ -25,7 +25,8 @@ def contextmanager(function: Callable[P, Iterator[V]]) -> Callable[P, _Block[V]]
     """As :func:`contextlib.contextmanager`, for blocks that are left whatever a signal interrupts.
 
     A signal that comes just when a block is entered or left keeps Python from leaving it. Then the
-    next outer block leaves it first, so that both put back what they found, in their order.
+    next outer block leaves it first, so that both put back what they found, in their order. So it
+    does with blocks of :mod:`contextlib`, such as PyTorch's.
     """
 
     @functools.wraps(function)
@@ -44,8 +45,8 @@ class _Block(ContextDecorator, AbstractContextManager[V], Generic[V]):
         return _Block(self.make)
 
     def __enter__(self) -> V:
-        _OPEN.set((*_OPEN.get(), weakref.ref(self)))
-        return self.context.__enter__()
+        entered: V = self.context.__enter__()
+        return entered
 
     def __exit__(
         self,
@@ -53,20 +54,28 @@ class _Block(ContextDecorator, AbstractContextManager[V], Generic[V]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        blocks = _OPEN.get()
-        block = weakref.ref(self)
-        before = blocks[: blocks.index(block)] if block in blocks else blocks
-        if kind is not None:
-            for inner in reversed(blocks[len(before) + 1 :]):
-                if (left := inner()) is not None:
-                    left.context.gen.close()
-        is_handled = self.context.__exit__(kind, error, traceback)
-        _OPEN.set(before)
+        _leave_interrupted(traceback)
+        is_handled: bool | None = self.context.__exit__(kind, error, traceback)
         return is_handled
 
 
-# The open blocks, from the outermost to the innermost.
-_OPEN: ContextVar[tuple[weakref.ref[_Block[Any]], ...]] = ContextVar("captum_ssm_open", default=())
+def _leave_interrupted(traceback: TracebackType | None) -> None:
+    # Leave the blocks that an error came up in while they were entered or left, the inner ones
+    # first. What their own code raised ended it, so that there is nothing left of it to run.
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        if frame.f_code.co_filename in _FILES:
+            block = frame.f_locals.get("self")
+            block = getattr(block, "context", block)
+            code = getattr(block, "gen", None)
+            if isinstance(code, GeneratorType) and not code.gi_running:
+                code.close()
+
+
+_FILES = frozenset((__file__, _contextmanager.__code__.co_filename))
 
 
 def undo(stack: ExitStack, function: Callable[..., Any], *args: Any) -> None:

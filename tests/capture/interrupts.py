@@ -121,6 +121,7 @@ class _Watch:
         if event in ("call", "line"):
             place = file, event, frame.f_lineno
             self.counts[place] += 1
+            del frame, argument  # which the traceback of an interrupt would keep alive
             self.tell(Moment(*place, self.counts[place]))
         return self
 
