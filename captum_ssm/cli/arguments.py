@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,20 @@ def check_output(path: Path | None, endings: tuple[str, ...], name: str = "--out
         raise ValueError(
             f"{name} is {path}, and there is no folder {path.parent}; create it, or name another."
         )
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name} is {path}, which cannot be written; name another file.")
 
 
 def check_file(path: Path | None) -> None:
     """Raise unless the file is there."""
     if path is not None and not path.is_file():
         raise ValueError(f"No such file: {path}. Expected the path of a file that exists.")
+
+
+def check_text(text: str | None) -> None:
+    """Raise for a text of which nothing can be read."""
+    if text is not None and not text.strip():
+        raise ValueError(f"--text is {text!r}, which is empty; expected a text.")
 
 
 def numbers(text: str | None, name: str) -> list[int] | None:
@@ -51,6 +60,8 @@ def numbers(text: str | None, name: str) -> list[int] | None:
         raise ValueError(f"{name} is {text!r}; expected token ids such as '3,1,4'.") from None
     if not ids:
         raise ValueError(f"{name} is {text!r}, which holds no token; give at least one.")
+    if min(ids) < 0:
+        raise ValueError(f"{name} is {text!r}; expected token ids from 0 on.")
     return ids
 
 

@@ -8,7 +8,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from captum_ssm.cli.arguments import DATA, PICTURES, add_output, check_output, numbers, write
+from captum_ssm.cli.arguments import (
+    DATA,
+    PICTURES,
+    add_output,
+    check_output,
+    check_text,
+    numbers,
+    write,
+)
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
@@ -56,6 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Explain, print, and write."""
     check_output(args.output, (*DATA, *PICTURES))
+    check_text(args.text)
     if args.edges < 0:
         raise ValueError(f"--edges is {args.edges}; expected 0 or more.")
     asked: dict[str, Any] = {"inputs": args.text, "target": args.target, "against": args.against}

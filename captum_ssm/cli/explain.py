@@ -18,6 +18,7 @@ from captum_ssm.cli.arguments import (
     add_output,
     check_file,
     check_output,
+    check_text,
     numbers,
     write,
 )
@@ -38,15 +39,16 @@ from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make import explain
-from captum_ssm.explanation.make.parse import MAPS, UNITS
+from captum_ssm.explanation.make.generate import parse_generation
+from captum_ssm.explanation.make.parse import MAPS, OPTIONS, UNITS, settings_of
 from captum_ssm.explanation.parts import RELEVANCE, THROUGH
 from captum_ssm.explanation.units import texts_of
 
 TABLE = (".csv",)
 # Arguments of explain whose messages name them.
 NAMED = (
-    *("text", "messages", "target", "against", "max_new_tokens", "position"),
-    *("units", "labels", "maps", "alternatives"),
+    *("text", "messages", "target", "against", "max_new_tokens", "position", "span", "hops"),
+    *("units", "labels", "maps", "alternatives", "reasoning", "through"),
 )
 
 
@@ -204,6 +206,7 @@ def run(args: argparse.Namespace) -> None:
     asked, lines = _checked(args)
     with quiet():
         try:
+            check_options(asked)
             explanation = _image(args, asked) if args.image is not None else _texts(args, asked)
         except ValueError as error:
             raise ValueError(_as_flags(str(error), args.input, lines)) from error
@@ -261,6 +264,7 @@ def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]
     elif args.messages is not None:
         asked["messages"] = read_messages(args.messages)
     else:
+        check_text(args.text)
         asked["inputs"] = args.text
     if args.question is not None:
         if args.text is None:
@@ -289,6 +293,14 @@ def asked_of_texts(args: argparse.Namespace) -> dict[str, Any]:
         "through": args.through or RELEVANCE,
         "maps": False if args.maps is None else args.maps or True,
     }
+
+
+def check_options(asked: dict[str, Any]) -> None:
+    """Raise for what explain would not take from any model."""
+    options = OPTIONS | asked
+    settings_of(options)
+    length, position = options["max_new_tokens"], options["position"]
+    parse_generation(length, None, options.get("target"), position)
 
 
 def check_no_text(args: argparse.Namespace, but: str) -> None:

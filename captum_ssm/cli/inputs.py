@@ -38,7 +38,7 @@ def read_texts(path: Path) -> Texts:
             texts = _table(file, path) if path.suffix == ".csv" else _lines(file.read())
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--input is {path}, which cannot be read as text: {error}. Save it as UTF-8."
+            f"--input is {path}, which cannot be read as text in UTF-8: {error}."
         ) from error
     if not texts.texts:
         raise ValueError(f"--input is {path}, which holds no text; write one per line.")
@@ -49,7 +49,7 @@ def read_messages(path: Path) -> Any:
     """A conversation, or several, of a JSON file, or a ValueError; ``explain`` checks them."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"--messages is {path}, which is not JSON: {error}. Expected a list of messages "
             'such as [{"role": "user", "content": "..."}].'
@@ -62,7 +62,7 @@ def _lines(text: str) -> Texts:
 
 
 def _table(file: Iterable[str], path: Path) -> Texts:
-    rows = csv.DictReader(file)
+    rows = csv.DictReader(file, strict=True)
     columns = list(rows.fieldnames or ())
     texts = [name for name in TEXT if name in columns]
     if not texts:

@@ -36,6 +36,7 @@ KINDS = (
     "ForQuestionAnswering",
 )
 IMAGES = "ForImageClassification"
+CONFIG = "config.json"
 # How published vision models were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ERRORS = (OSError, ValueError, KeyError, ImportError)
@@ -68,10 +69,13 @@ def check_loading(args: argparse.Namespace) -> None:
     """Find the model that a command was given; of an example the name becomes its folder.
 
     Raises:
-        ValueError: for a folder that holds no model, and a device that torch cannot use.
+        ValueError: for a folder that holds no model, a name that is not known, and a device that
+            torch cannot use.
     """
     args.model = found_model(args.model)
     check_device(args.device)
+    if not Path(args.model).exists():
+        check_hub(args.model)
 
 
 def found_model(name: str) -> str:
@@ -101,6 +105,24 @@ def found_model(name: str) -> str:
         f"MODEL is {name!r}, {what}; expected a folder that save_pretrained wrote, a hub name such "
         f"as state-spaces/mamba-130m-hf, or an example: {listed(examples.names(), 'or')}."
     )
+
+
+def check_hub(name: str) -> None:
+    """Raise for what the hub does not have: it is asked once, where loading would try for long."""
+    from huggingface_hub import constants, file_exists, try_to_load_from_cache
+
+    try:
+        if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, CONFIG), str):
+            return
+        why = "" if file_exists(name, CONFIG) else f"it has no {CONFIG} of that name"
+    except Exception as error:  # by version of the hub's client
+        why = first_line(error).rstrip(".") or type(error).__name__
+    if why:
+        raise ValueError(
+            f"MODEL is {name!r}, which is neither a folder nor in the cache, and was not found on "
+            f"the hub: {why}. Expected a folder that save_pretrained wrote, a hub name such as "
+            f"state-spaces/mamba-130m-hf, or an example: {listed(examples.names(), 'or')}."
+        )
 
 
 def check_device(name: str) -> None:

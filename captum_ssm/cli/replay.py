@@ -17,10 +17,11 @@ from captum_ssm.cli.loading import (
 )
 from captum_ssm.cli.options import add_methods
 from captum_ssm.cli.terminal import show, visible
-from captum_ssm.explanation.make.recorded import BOUND
+from captum_ssm.explanation.make.recorded import BOUND, check_bound
 from captum_ssm.explanation.make.relevance.methods import ALL
 from captum_ssm.explanation.make.served import replay
 from captum_ssm.explanation.make.served.log import log_entries, with_requests
+from captum_ssm.explanation.make.served.records import read_records
 from captum_ssm.explanation.replayed import Replay
 
 TOP = 5  # tokens of which differences are printed
@@ -73,12 +74,14 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output, (".html", ".json", ".csv"))
     for path in (args.log, args.requests):
         check_file(path)
+    how = {"bound": bound_of(args.bound), "temperature": args.temperature}
+    check_bound(**how)
     records = _records(args.log, args.requests)
+    read_records(records)
     check_loading(args)
-    methods = ALL if ALL in args.methods else args.methods
+    how["methods"] = ALL if ALL in args.methods else args.methods
     with quiet():
         model, tokenizer = load_model(args, images=False), load_tokenizer(args.model)
-        how = {"bound": bound_of(args.bound), "temperature": args.temperature, "methods": methods}
         explanation = replay(model, tokenizer, records, **how)
     for example in explanation.examples:
         assert example.replay is not None

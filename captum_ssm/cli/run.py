@@ -13,6 +13,7 @@ from captum_ssm.cli.explain import (
     asked_of_all,
     asked_of_texts,
     check_no_text,
+    check_options,
     class_of,
     is_classifier,
 )
@@ -30,6 +31,7 @@ from captum_ssm.cli.replay import add_served, bound_of
 from captum_ssm.explanation import ExplainedDataset
 from captum_ssm.explanation.make.dataset import ServedLog, explain_dataset
 from captum_ssm.explanation.make.dataset.rows import ROLES
+from captum_ssm.explanation.make.dataset.run import prepared
 from captum_ssm.explanation.make.dataset.sources import FILES
 from captum_ssm.explanation.make.recorded import BOUND
 
@@ -122,6 +124,8 @@ def run(args: argparse.Namespace) -> None:
     asked |= asked_of_texts(args)
     with quiet():
         dataset = _dataset(args)
+        check_options(asked)
+        prepared(args.output, dataset, args.rows_per_shard, args.batch_memory)
         model, tokenizer, known = load_for_rows(args)
         if tokenizer is None:
             check_no_text(args, f"{args.model} reads no text")

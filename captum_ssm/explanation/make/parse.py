@@ -60,26 +60,35 @@ def parse_setup(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Setup
     methods, labels, limit = (options[name] for name in ("methods", "labels", "memory_limit"))
     if labels is None and isinstance(model, Readout):
         labels = model.names or None
-    whole = (options[name] for name in ("span", "hops", "reasoning", "through"))
     return Setup(
+        **settings_of(options),
         model=module,
         methods=parse_methods(methods, model, module, reader, limit),
         tokenizer=tokenizer,
         processor=options["processor"],
         labels=labels,
-        alternatives=count_of("alternatives", options["alternatives"], 0),
-        maps=_maps(options["maps"]),
         layers=options["layers"],
-        lens=bool(options["lens"]),
-        circuit=bool(options["circuit"]),
         memory_limit=limit,
         replacement=Replacement.of(reader),
-        validate=bool(options["validate"]),
         skips_failing=isinstance(methods, str) and methods == ALL,
         position=options["position"],
-        spans=parse_spans(options["units"]),
-        answer=AskedAnswer.of(*whole),
     )
+
+
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a :class:`Setup` that say nothing of a model, checked.
+
+    Raises:
+        ValueError, TypeError: as for ``explain``.
+    """
+    whole = (options[name] for name in ("span", "hops", "reasoning", "through"))
+    return {
+        "alternatives": count_of("alternatives", options["alternatives"], 0),
+        "maps": _maps(options["maps"]),
+        "spans": parse_spans(options["units"]),
+        "answer": AskedAnswer.of(*whole),
+        **{name: bool(options[name]) for name in ("lens", "circuit", "validate")},
+    }
 
 
 def parse_spans(units: Any) -> dict[str, tuple[int, int]]:

@@ -122,12 +122,10 @@ def explain_dataset(
     """
     if on_error not in ("record", "raise"):
         raise InputError(f"on_error is {on_error!r}; expected 'record' or 'raise'.")
-    rows_per_shard = count_of("rows_per_shard", rows_per_shard, 1)
-    folder = made_folder(output)
+    folder, source, rows_per_shard = prepared(output, dataset, rows_per_shard, batch_memory)
     known_processor = options.get("processor")
     module, own_tokenizer, _, processor = unpacked(model, tokenizer, None, known_processor)
     make = partial(Explainer, model, tokenizer, show_progress=False, **options)
-    source = dataset.source() if isinstance(dataset, ServedLog) else source_of(dataset)
     head = source.read(0, rows_per_shard)
     if not head:
         raise InputError("the data set is empty; expected at least one row.")
@@ -155,13 +153,27 @@ def explain_dataset(
         "columns": types,
     }
     maker = ShardMaker(make, known, types, seed, on_error == "raise")
-    told = partial(measured, make, known, checked(batch_memory), seed, head)
+    told = partial(measured, make, known, batch_memory, seed, head)
     run = ShardRun(folder, source, manifest, maker, told, *this_process(process, accelerator))
     with showing(None if show_progress else False):
         run.start()
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return ExplainedDataset(folder)
+
+
+def prepared(
+    output: Any, dataset: Any, rows_per_shard: Any, batch_memory: Any
+) -> tuple[Path, Source, int]:
+    """The folder, which is made, the rows, and how many a shard has: what needs no model.
+
+    Raises:
+        InputError, OSError, TypeError: as for :func:`explain_dataset`.
+    """
+    checked(batch_memory)
+    size = count_of("rows_per_shard", rows_per_shard, 1)
+    source = dataset.source() if isinstance(dataset, ServedLog) else source_of(dataset)
+    return made_folder(output), source, size
 
 
 def _survey(

@@ -31,7 +31,7 @@ def _lines(path: Path) -> Iterator[Any]:
             try:
                 text = line.decode("utf-8").removeprefix(STREAM).strip()
                 entries = _listed(json.loads(text)) if text not in ("", DONE) else []
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 entries = [ValueError(f"{path}, line {number} is not JSON: {error}")]
             yield from entries
 
@@ -39,7 +39,7 @@ def _lines(path: Path) -> Iterator[Any]:
 def _json(path: Path) -> Iterator[Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}. Expected the log of a server.") from error
     if isinstance(record, Mapping) and record.keys() >= INSPECT:
         yield from _samples(path)
