@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from captum_ssm.explanation.circuits import check_circuits
 from captum_ssm.explanation.parts import Maps, Method
 from captum_ssm.explanation.read import Damaged, example, printable, read
+from captum_ssm.utils.writing import replacing
 
 FORMAT = "captum_ssm.explanation"
 VERSION = 1
@@ -36,9 +38,25 @@ def save(fields: Mapping[str, Any], path: str | Path) -> None:
     check_writable(path)
     tensors = map_tensors({e: explained.maps for e, explained in enumerate(fields["examples"])})
     text = encoded({"format": f"{FORMAT}/{VERSION}", **fields})
-    path.write_text(text + "\n", encoding="utf-8", newline="\n")
-    if tensors:
-        save_file(tensors, path.with_suffix(".safetensors"))
+    # Both or none: an earlier explanation of that name is not left with maps of this one.
+    with replacing(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8", newline="\n")
+        write_maps(path.with_suffix(".safetensors"), tensors)
+
+
+def write_maps(path: Path, tensors: Mapping[str, np.ndarray], owner: int = 0) -> None:
+    """Write the arrays of :func:`map_tensors`, as :func:`replacing` does; nothing where none are.
+
+    Raises:
+        OSError: where they cannot be written, such as on a full disk.
+    """
+    if not tensors:
+        return
+    with replacing(path, owner) as temporary:
+        try:
+            save_file(dict(tensors), temporary)
+        except SafetensorError as error:  # which is how it tells of a full disk
+            raise OSError(EIO, str(error)) from error
 
 
 def map_tensors(maps: Mapping[int, Sequence[Maps]]) -> dict[str, np.ndarray]:
@@ -104,9 +122,7 @@ def load(path: str | Path) -> dict[str, Any]:
     expected = f"expected a file that Explanation.save wrote, of format {FORMAT}/{VERSION}"
     shown = printable(str(path))
     try:
-        data = json.loads(
-            path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
-        )
+        data = decoded(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError(
             f"{shown} is not JSON that can be read: it is nested too deep; {expected}."
@@ -128,6 +144,23 @@ def load(path: str | Path) -> dict[str, Any]:
             f"{shown} is damaged: {error}. It is not as Explanation.save wrote it: save the "
             "explanation again."
         ) from error
+
+
+def decoded(text: str) -> Any:
+    """What JSON holds, of numbers that a computer holds as well.
+
+    Raises:
+        ValueError: for what is not JSON, and for other numbers.
+        RecursionError: for what is nested too deep.
+    """
+    return json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_integer)
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"a number is {text[:20]}...; expected one of at most 64 bits")
+    return value
 
 
 def _finite(text: str) -> float:
@@ -184,11 +217,9 @@ def _numbers(values: Any) -> Any:
 
 def _put_maps(path: Path, examples: Sequence[Any]) -> None:
     # In place of the names of layers, their arrays from the other file.
-    maps = [
-        (f"{e}/{m}", kind)
-        for e, held in enumerate(examples)
-        for m, kind in enumerate((isinstance(held, dict) and held.get("maps")) or ())
-    ]
+    held = [example.get("maps", []) if isinstance(example, dict) else [] for example in examples]
+    kinds = read(tuple[tuple[Any, ...], ...], held, "maps")
+    maps = [(f"{e}/{m}", kind) for e, kept in enumerate(kinds) for m, kind in enumerate(kept)]
     if not maps:
         return
     file = path.with_suffix(".safetensors")

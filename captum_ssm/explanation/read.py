@@ -134,9 +134,10 @@ def _size(held: dict[str, Any]) -> list[int]:
     # The shape of a row of relevance, as the tokens, the image or the series have it.
     image, series = held.get("image"), held.get("series")
     if image is not None:
-        return list((image.get("shape") if isinstance(image, dict) else None) or ())[:-1]
+        shape = image.get("shape") if isinstance(image, dict) else None
+        return [*read(tuple[int, ...], shape, "image.shape")][:-1]
     if series is None:
-        return [len(held.get("tokens") or ())]
+        return [len(read(tuple[Any, ...], held.get("tokens", []), "tokens"))]
     return list(np.shape(_array(series, "series")))
 
 

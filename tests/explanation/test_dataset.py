@@ -141,7 +141,7 @@ def test_a_run_that_was_killed_goes_on(whole, tmp_path):
         "os.fsync",
         "os.replace",
         "pyarrow.parquet.write_table",
-        "captum_ssm.explanation.corpus.shards.save_file",
+        "captum_ssm.explanation.file.save_file",
     ],
 )
 @pytest.mark.parametrize("which", [1, pytest.param(4, marks=pytest.mark.slow)])

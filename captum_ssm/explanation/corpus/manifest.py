@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.corpus.writing import replacing
 from captum_ssm.explanation.read import printable
+from captum_ssm.utils.writing import replacing
 
 FORMAT = "captum_ssm.dataset"
 VERSION = 1

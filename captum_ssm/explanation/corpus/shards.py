@@ -10,20 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from errno import EIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from captum_ssm.explanation.corpus.writing import replacing
-from captum_ssm.explanation.file import encoded, map_tensors
+from captum_ssm.explanation.file import decoded, encoded, map_tensors, write_maps
 from captum_ssm.explanation.parts import LABEL, NEXT, Example, Maps, Output
 from captum_ssm.explanation.read import example as read_example
 from captum_ssm.explanation.read import printable
 from captum_ssm.explanation.tables import told_answer
+from captum_ssm.utils.writing import replacing
 
 ARROW_TYPES = {"bool": "bool_", "int64": "int64", "float64": "float64", "string": "string"}
 OWN = "row."
@@ -142,7 +140,7 @@ def example_of(row: Mapping[str, Any], map_of: Callable[[str], np.ndarray]) -> t
 
     ``map_of`` returns a map of its shard by its name, ``index/maps/layer``.
     """
-    held = json.loads(row["details"].as_py())
+    held = decoded(row["details"].as_py())
     title = held.pop("title")
     shape = row["shape"].as_py()
     for kind, name in (("relevance.", "relevance"), ("delta.", "deltas")):
@@ -205,13 +203,7 @@ def write_shard(path: Path, number: int, schema: Any, shard: Shard) -> None:
     Raises:
         OSError: where a file cannot be written; says what to do.
     """
-    tensors = map_tensors(shard.maps)
-    if tensors:
-        with replacing(path.with_suffix(".safetensors"), number) as temporary:
-            try:
-                save_file(tensors, temporary)
-            except SafetensorError as error:  # which is how it tells of a full disk
-                raise OSError(EIO, str(error)) from error
+    write_maps(path.with_suffix(".safetensors"), map_tensors(shard.maps), number)
     with replacing(path, number) as temporary:
         arrow().parquet.write_table(table_of(schema, shard), temporary, compression="zstd")
 

@@ -31,7 +31,6 @@ from captum_ssm.explanation.corpus.shards import (
     shard_paths,
     write_shard,
 )
-from captum_ssm.explanation.corpus.writing import remove_temporary
 from captum_ssm.explanation.make.dataset.budget import limit_of
 from captum_ssm.explanation.make.dataset.own import legal, own_values
 from captum_ssm.explanation.make.dataset.rows import RowReader
@@ -41,6 +40,7 @@ from captum_ssm.explanation.make.relevance.batches import BatchLimit, batch_limi
 from captum_ssm.metrics.evaluation import seeded
 from captum_ssm.utils.integers import pair_of
 from captum_ssm.utils.progress import Bar
+from captum_ssm.utils.writing import remove_temporary
 
 
 def made_folder(output: Any) -> Path:

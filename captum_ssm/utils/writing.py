@@ -16,30 +16,31 @@ _END = ".tmp"
 
 
 @contextmanager
-def replacing(path: Path, owner: int, is_first: bool = False) -> Iterator[Path]:
+def replacing(path: Path, owner: int = 0, is_first: bool = False) -> Iterator[Path]:
     """A temporary file to be written inside, which afterwards takes the place of ``path``.
 
     Args:
         path (Path): the file.
-        owner (int): whose it is.
+        owner (int, optional): whose it is. Default: 0
         is_first (bool, optional): whether a file that another process has put there meanwhile stays
             as it is. Default: False
 
     Raises:
         OSError: where it cannot be written, such as on a full disk; says what to do.
     """
-    temporary = path.with_name(f"{path.name}.{owner}.{os.getpid()}{_END}")
+    target = Path(os.path.realpath(path))  # a link stays one
+    temporary = target.with_name(f"{target.name}.{owner}.{os.getpid()}{_END}")
     try:
         yield temporary
         _flush(temporary)
-        (_put_first if is_first else os.replace)(temporary, path)
-        _flush(path.parent)
+        (_put_first if is_first else os.replace)(temporary, target)
+        _flush(target.parent)
     except OSError as error:
         raise OSError(
             error.errno,
             f"{path} could not be written ({error.strerror or error}). All files that were "
             "finished are as they were: make room, or end other runs that write into this folder, "
-            "and start again to go on from there",
+            "and start again",
         ) from error
     finally:
         with suppress(OSError):
