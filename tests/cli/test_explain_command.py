@@ -267,7 +267,7 @@ def test_many_texts_and_their_summary(folder, tmp_path, capsys):
     assert "which holds no text; write one per line" in capsys.readouterr().err
 
 
-def test_an_image(tmp_path, capsys):
+def test_an_image(tmp_path, capsys, monkeypatch):
     from PIL import Image
 
     path, data = tmp_path / "one.png", tmp_path / "a.json"
@@ -296,6 +296,14 @@ def test_an_image(tmp_path, capsys):
     path.write_text("not a picture")
     assert explain(*given, model=DIGITS) == 1
     assert "is not an image that PIL can open" in capsys.readouterr().err
+    Image.new("L", (40, 40)).save(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert explain(*given, model=DIGITS) == 1
+    assert "is not an image that PIL can open: image file is trunc" in capsys.readouterr().err
+    Image.new("L", (40, 40)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert explain(*given, model=DIGITS) == 1
+    assert "exceeds limit of 200 pixels" in capsys.readouterr().err
 
 
 def test_color_where_the_terminal_has_it(capsys, monkeypatch):

@@ -176,13 +176,13 @@ def opened(inputs: Any) -> Any:
     path = Path(inputs)
     if not path.is_file():
         raise InputError(f"there is no file {str(path)!r}; expected the path of an image.")
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             image.load()
             return image
-    except UnidentifiedImageError as error:
+    except (OSError, Image.DecompressionBombError) as error:  # the first one also of a cut file
         raise InputError(f"{str(path)!r} is not an image that PIL can open: {error}.") from error
 
 
