@@ -37,7 +37,7 @@ class Rejoined:
 
     Args:
         made_of (frozenset of int): the mixers and inputs whose sum it is.
-        first (int, optional): the first mixer that is given just this state.
+        first (int, optional): the first mixer that is given just this state, on as many tokens.
         way (TokenWeights): from the tokens that read it to the last mixer or input that it is made
             of, by this state alone.
         outside (TokenWeights): there too, by all ways that do not go through the stream.
@@ -118,11 +118,15 @@ def rejoined(graph: MixerGraph, i: int, leads: Sequence[int]) -> list[Rejoined]:
         return []
     streams, others = _joining(graph, root, leads)
     states = []
+    # Finer and coarser tokens may be made of the same.
+    alike = [
+        k
+        for k, *_ in graph.groups
+        if (entry := graph.entries[k]) is not None and entry.tokens == root.tokens
+    ]
     for made_of, sides in others.items():
         last = max(made_of)
-        first = next(
-            (group[0] for group in graph.groups if graph.read_by(group[0]) == made_of), None
-        )
+        first = next((k for k in alike if graph.read_by(k) == made_of), None)
         if not any(k is not None and graph.is_same_grid(leads[0], k) for k in (first, last)):
             continue  # finer or coarser tokens: a skip
         larger = [side.edge for other, its in others.items() if other > made_of for side in its]

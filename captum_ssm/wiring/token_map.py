@@ -19,7 +19,7 @@ stream (``rejoined``). What is made of several inputs gets the shares that these
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -107,7 +107,7 @@ class TokenMaps:
         self._share_inputs(i, [j for j in leads if j < 0])
         is_aside = False
         if again is None:
-            again, is_aside = self._join_again(i, leads)
+            again, is_aside = self._join_again(i, leads, skips)
         direct = tuple((graph.step_of[j], links[i, j]) for j in (*leads, *skips))
         self._check_unread(i, [link for _, link in direct])
         graph.orders.setdefault(i, None)
@@ -238,16 +238,17 @@ class TokenMaps:
         if root is None or not skips:
             return {}
         for k, way in skips.items():
-            source = self._source(pairs(way), i, k)
-            if source is None:
-                order = self._order_of_example(k)
-                link = TokenMap(transport=way, order=order, count=graph.tokens(k))
-            else:
-                link = self._sourced(i, k, source)
-            graph.links[i, k] = link
+            graph.links[i, k] = self._by_way(i, k, way)
         ways = [TokenWeights(root, graph.exits[j], graph.batch), *skips.values()]
         self._share(i, (j, *skips), shares(ways))
         return skips
+
+    def _by_way(self, i: int, k: int, way: TokenWeights) -> TokenMap:
+        source = self._source(pairs(way), i, k)
+        if source is not None:
+            return self._sourced(i, k, source)
+        order = self._order_of_example(k)
+        return TokenMap(transport=way, order=order, count=self.graph.tokens(k))
 
     def _share_inputs(self, i: int, inputs: Sequence[int]) -> None:
         graph, root = self.graph, self.graph.entries[i]
@@ -264,21 +265,29 @@ class TokenMaps:
         for j, part in zip(read, parts, strict=True):
             links[i, j] = replace(links[i, j], share=part)
 
-    def _join_again(self, i: int, leads: Sequence[int]) -> tuple[tuple[Source, ...], bool]:
+    def _join_again(
+        self, i: int, leads: Sequence[int], skips: Collection[int]
+    ) -> tuple[tuple[Source, ...], bool]:
         """What joins the residual stream that holds it once more, and whether for i alone.
 
-        It counts as much as it adds, where the stream counts one. The leads get what is left.
+        It counts as much as it adds, where the stream counts one. The leads get what is left. What
+        has a share as a skip is not counted again.
         """
         graph = self.graph
         joining = [
             (state, reads)
             for state in rejoined(graph, i, leads)
-            if (reads := self._reads_of(i, state)) and bool(state.strength.any())
+            if graph.lead(state.last) not in skips
+            and (reads := self._reads_of(i, state))
+            and bool(state.strength.any())
         ]
         if not joining:
             return (), False
         strengths = [graph.in_order(i, state.strength) for state, _ in joining]
         whole = 1 + reduce(torch.add, [strength.abs() for strength in strengths])
+        held = graph.links[i, leads[0]].share if skips else None
+        if held is not None:  # the stream has what the skips leave
+            strengths = [held * strength for strength in strengths]
         for j in leads:
             graph.links[i, j] = graph.links[i, j].of(1 / whole)
         again = tuple(
@@ -300,7 +309,8 @@ class TokenMaps:
                 return self._read_by[state.first]
             if not is_whole:
                 raise graph.refused(i, k, "once more, without the residual stream there")
-            return ((graph.step_of[k], TokenMap()),)
+            is_alike = way.leaf.tokens == way.root.tokens  # else tokens are merged once more
+            return ((graph.step_of[k], TokenMap() if is_alike else self._by_way(i, k, way)),)
         # Such as an input that is added once more, turned around, after later mixers.
         paired = pairs(way) if way.leaf.tokens == way.root.tokens else None
         if paired is None:  # mixed, which is refused or said

@@ -154,6 +154,24 @@ SHAPES = {
     "a skip that is added": Shape(
         TWO | {"last": lambda m, s: m.up(s["coarse"]) + s["fine"]}, ends("last")
     ),
+    # The skip is made of what the coarser stages are made of, on other tokens.
+    "a skip around two stages": Shape(
+        TWO
+        | {
+            "middle": lambda m, s: s["coarse"],
+            "last": lambda m, s: m.up(s["middle"]) + s["fine"],
+        },
+        ends("last"),
+    ),
+    "a state that is added once more, and then merged": Shape(
+        {
+            "fine": FINE,
+            "second": lambda m, s: s["fine"],
+            "third": lambda m, s: s["second"],
+            "coarse": lambda m, s: m.down(s["third"] + s["fine"]),
+        },
+        lambda m, s: m.pixels(m.up(s["coarse"])),
+    ),
     "a skip that is concatenated": Shape(
         TWO | {"last": lambda m, s: m.joined(torch.cat([m.up(s["coarse"]), s["fine"]], -1))},
         ends("last"),
@@ -290,6 +308,24 @@ def test_every_method_of_maps_runs(name):
         found = method(model).attribute(x, target=(1, 5))
         # An example of a batch gets what it gets by itself.
         assert_close(method(model).attribute(x[1:], target=(1, 5)), found[1:], 1e-9)
+
+
+def test_shares_of_a_skip_and_of_a_state_once_more_add_up():
+    shape = Shape(
+        THREE
+        | {
+            "middle": lambda m, s: m.up(s["low"], 1) + s["coarse"],
+            "second": lambda m, s: s["middle"],
+            "third": lambda m, s: s["second"],
+            "fourth": lambda m, s: s["third"] + m.down(s["fine"]) + s["middle"],
+        },
+        lambda m, s: m.pixels(m.up(s["fourth"])),
+    )
+    wiring = freeze(Request.of(made(Model(shape)), None, noise(1, L, E, seed=3))).wiring
+    links = dict(wiring.steps[-1].reads)
+    assert list(links) == [5, 0, 3]
+    assert_close(links[5].share, links[3].share, 1e-9)  # the stream, which the state is in
+    assert_close(sum(link.share for link in links.values()), torch.ones(1, L // 2), 1e-9)
 
 
 @pytest.mark.parametrize("grids", ["two", "three"])
