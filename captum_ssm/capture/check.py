@@ -36,6 +36,9 @@ TOKEN = 20.0
 # Errors from so many times the tolerance on, of the whole and of a token, may be rounding or not.
 # The mixer is then run once more in a wider dtype, which tells.
 DOUBTED = 0.25, 2.5
+# A recurrence of a smaller part of the output changes nothing there in float32. In float64 one that
+# is as large is known up to 2e-5 of itself.
+NOTHING = 1e-11
 IGNORED = (
     " The mixer was given a cache: some of transformers' (Mamba's, with several tokens) do not go "
     "on from its state. Pass one token, or the whole text without a cache."
@@ -223,15 +226,16 @@ def check_reconstruction(
     """Raise `ReconstructionError` unless a frozen mixer returns the mixer's output.
 
     A recurrence that adds little could be wrong and pass as rounding. Then the mixer is run once
-    more, on larger tokens, where it adds more. Larger errors of rounding could hide something that
-    is wrong by a little, or at a token. Then it is run once more in a wider dtype; but not where
-    kernels round by themselves, as they may do so in any dtype: then there is a warning.
+    more, in float64 or on larger tokens, where it adds more. Larger errors of rounding could hide
+    something that is wrong by a little, or at a token. Then it is run once more in a wider dtype;
+    but not where kernels round by themselves, as they may do so in any dtype: then there is a
+    warning.
     """
     dtype = call.output.dtype
     errors, tolerances = deviation.errors(mask), tolerances_of(call, deviation.rounding)
     tolerance = tolerances.kernels
     if errors.whole <= tolerance and errors.recurrence > RECURRENCE * tolerance:
-        errors = errors._replace(recurrence=_error_on_larger_tokens(call))
+        errors = errors._replace(recurrence=_error_of_little(call, mask))
     if errors.within(tolerance) and errors.in_doubt(tolerances.dtype) and not _is_sure(call.module):
         if not errors.within(tolerances.settings):
             _warn_of_kernels(call, tolerances)
@@ -253,15 +257,20 @@ def check_reconstruction(
         )
 
 
-def _error_on_larger_tokens(call: MixerCall) -> float:
-    """The error of what the recurrence adds, or of all, on tokens on which it adds more.
+def _error_of_little(call: MixerCall, mask: Tensor | None) -> float:
+    """The error of what the recurrence adds, or of all, where that is more than rounding.
 
-    In half precision, where these would overflow, the mixer is run in float32.
+    In float64 it is. Where a mixer does not run in that, or still is in doubt, it is run on tokens
+    on which the recurrence adds more; half precision, where these would overflow, in float32.
     """
+    dtype = call.output.dtype
+    wider = None if dtype.itemsize == 2 else _again_in_wider_dtype(call, mask)
+    if wider is not None and wider[0].within(wider[1]):
+        return wider[0].recurrence
     # An S6 recurrence grows with the cube of its tokens.
     scale = 30 / float(call.given_tokens().float().std().clamp(min=1e-12))
-    is_half = call.output.dtype.itemsize == 2
-    errors = _again(call, InWider(call.output.dtype) if is_half else nullcontext(), None, scale)
+    is_wide = wider is not None or dtype.itemsize == 2
+    errors = _again(call, InWider(dtype) if is_wide else nullcontext(), None, scale)
     return max(errors.whole, errors.recurrence)
 
 
@@ -310,7 +319,7 @@ def _again(
         again = replace(call, args=args, kwargs=kwargs, linears=None, scans=None, past=None).run()
         deviation = Deviation.of(again, Rebuilt.of(adapter(again)))
     # A share is the norm of a difference, known up to the rounding of what is subtracted.
-    return deviation.errors(mask, least=torch.finfo(again.output.dtype).eps)
+    return deviation.errors(mask, least=max(torch.finfo(again.output.dtype).eps, NOTHING))
 
 
 def _is_sure(module: nn.Module) -> bool:
