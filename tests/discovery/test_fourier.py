@@ -1,5 +1,7 @@
 """S4, S4D, Hyena: convolutions as long as the input, found among the transforms of a run."""
 
+import math
+
 import pytest
 import torch
 import wild
@@ -100,15 +102,38 @@ class OfHeads(S4D):
         return y.flatten(1, 2)[..., : u.shape[-1]]
 
 
+class ValuesFirst(S4D):
+    """A kernel with an axis of one, as the values of one example have, that is transformed last."""
+
+    def convolved(self, u: Tensor) -> Tensor:
+        length, n = u.shape[-1], 2 * u.shape[-1]
+        product = torch.fft.rfft(u, n=n) * torch.fft.rfft(self.kernel[None], n=n)
+        return torch.fft.irfft(product, n=n)[..., :length]
+
+
+class Normalized(S4D):
+    """Transforms with norms."""
+
+    def convolved(self, u: Tensor) -> Tensor:
+        length, n = u.shape[-1], 2 * u.shape[-1]
+        k = torch.fft.rfft(self.kernel, n=n, norm="forward")
+        product = torch.fft.rfft(u, n=n, norm="ortho") * k * n
+        return torch.fft.irfft(product, n=n, norm="ortho")[..., :length]
+
+
+KINDS = [S4D, Einsum, AlongTokens, InBlocks, OfHeads, ValuesFirst, Normalized]
+
+
 def tokens(B=1, width=6):
     return torch.randn(B, L, width)
 
 
 @pytest.mark.parametrize("glu", [True, False], ids=["glu", "plain"])
 @pytest.mark.parametrize("way", ["past", "both"])
-@pytest.mark.parametrize("kind", [S4D, Einsum, AlongTokens, InBlocks, OfHeads])
-def test_a_convolution_that_is_written_out_is_measured(kind, way, glu):
-    module, x = kind(glu, way).eval(), tokens(2).mT
+@pytest.mark.parametrize("examples", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_convolution_that_is_written_out_is_measured(kind, examples, way, glu):
+    module, x = kind(glu, way).eval(), tokens(examples).mT
     with torch.no_grad():
         call = MixerCall.of("mixer", module, (x,), {}, module(x), channels=1)
     mixer = freeze_measured(call)
@@ -120,6 +145,54 @@ def test_a_convolution_that_is_written_out_is_measured(kind, way, glu):
     torch.testing.assert_close(maps[0], expected.permute(1, 2, 0), rtol=1e-4, atol=1e-5)
     assert mixer.recurrence.is_causal == (way == "past")
     assert (mixer.out_gate is None) != glu
+
+
+class Filter(nn.Module):
+    """As FMLP-Rec: frequencies times numbers that are learned, around a circle of all tokens."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(1, L // 2 + 1, width, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.fft.rfft(x, dim=1, norm="ortho") * torch.view_as_complex(self.filter)
+        return torch.fft.irfft(product, n=x.shape[1], dim=1, norm="ortho")
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+def test_a_filter_of_frequencies_is_a_convolution(examples):
+    module, x = Filter().eval(), tokens(examples)
+    maps = measured(module, x).operator("hidden").matrix()
+    with torch.no_grad():
+        expected = module(torch.eye(L)[..., None].expand(L, L, 6))  # (L of the impulse, L, D)
+    torch.testing.assert_close(maps[0], expected.permute(2, 1, 0), rtol=1e-4, atol=1e-5)
+
+
+class Wide(S4D):
+    """As S4 with two kernels per channel, or two for all channels."""
+
+    def __init__(self, kernels: str) -> None:
+        super().__init__(glu=False)
+        sizes = [{"c": 2, "h": 6}[axis] for axis in kernels]
+        self.kernel = nn.Parameter(response(math.prod(sizes)).view(*sizes, L))
+        self.output, self.kernels = nn.Conv1d(12, 6, 1), kernels
+
+    def forward(self, u: Tensor) -> Tensor:
+        n = 2 * u.shape[-1]
+        k, x = torch.fft.rfft(self.kernel, n=n), torch.fft.rfft(u, n=n)
+        both = "bhcl" if self.kernels == "hc" else "bchl"
+        product = torch.einsum(f"bhl,{self.kernels}l->{both}", x, k)
+        return self.output(torch.fft.irfft(product, n=n)[..., : u.shape[-1]].flatten(1, 2))
+
+
+@pytest.mark.parametrize("kernels", ["ch", "hc", "c"])
+def test_each_channel_may_have_several_kernels(kernels):
+    model, x = without_biases(TokensLast(Wide(kernels), Wide(kernels)).eval()), tokens()
+    relevance, delta = MambaLRP(model).attribute(x, target=(6, 3), return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-4
+    size = relevance[0].abs().sum(-1)
+    assert bool((size[:7] > 0).all())
+    assert size[7:].max() < 1e-5 * size.max()
 
 
 @each([*MAPS, MambaLRP])

@@ -19,7 +19,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm.discovery.scans.form import all_forms, of_any
-from captum_ssm.discovery.scans.forms.fourier import TRANSFORMS, Transforms, fourier_convolution
+from captum_ssm.discovery.scans.forms.fourier import (
+    FACTORS,
+    TRANSFORMS,
+    Transforms,
+    fourier_convolution,
+)
 from captum_ssm.discovery.scans.forms.loops import GATHERS, Gathers, TokenLoop, token_loop
 from captum_ssm.discovery.scans.forms.products import (
     PRODUCTS,
@@ -322,6 +327,8 @@ class _BuiltIn(TorchFunctionMode):
         if func in TRANSFORMS and fourier_convolution in self.known:
             convolve = partial(self._handle, fourier_convolution, fourier_convolution)
             return self.transforms.run(func, args, kwargs, convolve)
+        if func in FACTORS:
+            self.transforms.multiplied(args)
         if func in PRODUCTS:
             multiply = partial(self._handle, token_product)
             return run_product(func, args, kwargs, self._is_known, multiply)

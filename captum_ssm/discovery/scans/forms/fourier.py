@@ -1,25 +1,33 @@
 """Convolutions with kernels as long as the input, computed by Fourier transforms.
 
 As a function of its own (Hyena's ``fftconv(u, k, D)``), or written into a module: the product of
-two transforms that is transformed back is then taken for a call of :func:`fourier_convolution`.
+two transforms that is transformed back is then taken for a call of :func:`fourier_convolution`. A
+kernel may be known by its transform alone, as a filter of frequencies is.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm.discovery.scans.form import Candidate, register_scan
 from captum_ssm.discovery.scans.forms.arguments import per_channel, working_dtype
+from captum_ssm.graph.reachability import nodes_before
 from captum_ssm.operators import ToeplitzOperator
+from captum_ssm.utils.clones import is_same
 
 TRANSFORMS = (torch.fft.rfft, torch.fft.fft, torch.fft.irfft)
+FACTORS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 # How many transforms of a run are remembered: a convolution's two stand close to each other.
 _REMEMBERED = 4
+# What transforms back are multiplied by, by their norm; the others are divided by that.
+_NORMS: dict[str, Callable[[int], float]] = {"forward": float, "ortho": math.sqrt}
 
 
 def fourier_convolution(u: Tensor, kernel: Tensor, n: int) -> Tensor:
@@ -59,7 +67,7 @@ class Transforms:
     """The Fourier transforms of a run, among which convolutions that are written out are found."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Tensor, Tensor, int]] = []  # transforms, of what, and n
+        self._known: list[_Transform] = []
 
     def run(
         self,
@@ -81,54 +89,108 @@ class Transforms:
         moved = whole.movedim(axis, -1)
         if function is not torch.fft.irfft:
             if x.is_floating_point():
-                transform = moved[..., : (n or x.shape[-1]) // 2 + 1]
-                self._known = [*self._known, (transform, x, n or x.shape[-1])][-_REMEMBERED:]
+                n = n or x.shape[-1]
+                scale = 1 / _NORMS.get(norm, lambda n: 1.0)(n)
+                transform = moved[..., : n // 2 + 1]
+                self._remember(_Transform(transform, x, n, axis % whole.dim(), scale))
             return whole
         n = n or 2 * (x.shape[-1] - 1)
         factors = self._factors(x, n)
         if factors is None:
             return whole
         values, kernel, scale = factors
-        scale = scale * {"forward": n, "ortho": n**0.5}.get(norm, 1)
+        scale = scale * _NORMS.get(norm, lambda n: 1.0)(n)
         y = convolve(values, kernel * scale, n)
         y = y.reshape(*moved.shape[:-1], y.shape[-1])
         y = torch.cat([y.to(whole.dtype), moved[..., y.shape[-1] :]], -1)
         return y.movedim(-1, axis)
 
+    def multiplied(self, args: tuple[Any, ...]) -> None:
+        """Remember what a transform of the run is multiplied by as a transform, too."""
+        if len(args) != 2 or not all(torch.is_tensor(x) for x in args):
+            return
+        if any(torch._C._functorch.is_batchedtensor(x) for x in args):
+            return
+        for x, factor in (args, args[::-1]):
+            known = next((known for known in self._known if known.is_of(x)), None)
+            missing = x.dim() - factor.dim()
+            if known is None or missing < 0 or any(t.is_of(factor) for t in self._known):
+                continue
+            moved = factor[(None,) * missing].movedim(known.axis, -1)
+            if moved.shape[-1] == known.transform.shape[-1]:
+                kernel = torch.fft.irfft(moved, n=known.n)
+                self._remember(_Transform(moved, kernel, known.n, known.axis))
+
+    def _remember(self, transform: _Transform) -> None:
+        self._known = [*self._known, transform][-_REMEMBERED:]
+
     def _factors(self, product: Tensor, n: int) -> tuple[Tensor, Tensor, float] | None:
         # Values (B, D, L), kernel (D, K) and c of two transforms whose product this is, times c.
-        for first in reversed(self._known):
+        # Each of the values' channels may have several kernels, or one for all.
+        if product.dim() < 3:
+            return None
+        rows = product.flatten(1, -2)
+        # A kernel may have an axis of one, as the values of one example have.
+        for first in sorted(self._known[::-1], key=lambda known: _is_constant(known.values)):
             for second in self._known:
-                (a, x, n_x), (b, k, n_k) = first, second
-                fits = second is not first and n_x == n_k == n and x.dim() >= 3
-                if not fits or product.numel() != a.numel() or product.shape[0] != len(x):
+                fits = second is not first and first.n == second.n == n and first.values.dim() >= 3
+                if not fits or len(first.values) != len(rows):
                     continue
-                kernel, of_kernel = _by_channel(k, x), _by_channel(b, x)
-                if kernel is None or of_kernel is None:
+                both = first.of_channels(1), second.of_channels(0)
+                if both[0][0].shape[-1] != rows.shape[-1]:
                     continue
-                values = x.flatten(1, -2)
-                with torch.no_grad():
-                    expected = (a.flatten(1, -2) * of_kernel).reshape(product.shape)
-                    size = expected.abs().square().sum()
-                    c = float((product * expected.conj()).sum().real / size.clamp(min=1e-300))
-                    left = (product - c * expected).norm()
-                if bool(left <= 1e-5 * product.norm()) and c != 0:
-                    return values, kernel, c
+                ways = (_repeats(*channels, rows.shape[1]) for channels in both)
+                for (a, x), (b, k) in itertools.product(*ways):
+                    if (c := _ratio(rows, a * b)) is not None:
+                        return x, k, c * first.scale * second.scale
         return None
 
 
-def _by_channel(kernel: Tensor, x: Tensor) -> Tensor | None:
-    # A kernel for each of x (B, ..., L), (D, K): heads of several channels may share one.
-    channels, each = x.shape[1:-1], kernel.shape[:-1]
-    if each.numel() == channels.numel():
-        return kernel.reshape(-1, kernel.shape[-1])
-    each = each[1:] if len(each) > len(channels) and each[0] == 1 else each
-    is_shared = len(each) <= len(channels) and all(
-        size in (1, of_x) for size, of_x in zip(each[::-1], channels[::-1], strict=False)
-    )
-    if not is_shared:
-        return None
-    return kernel.reshape(*each, -1).expand(*channels, -1).reshape(channels.numel(), -1)
+class _Transform(NamedTuple):
+    # A transform with its frequencies last, and of what; n, and the axis that it was along; and how
+    # many times as large it is as without a norm.
+    transform: Tensor
+    values: Tensor
+    n: int
+    axis: int
+    scale: float = 1.0
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether this is a tensor that a run computes with."""
+        is_alike = x.dtype is self.transform.dtype and x.dim() == self.transform.dim()
+        return is_alike and is_same(x.movedim(self.axis, -1), self.transform)
+
+    def of_channels(self, start: int) -> tuple[Tensor, Tensor]:
+        a, x = self.transform, self.values
+        return (a.flatten(start, -2), x.flatten(start, -2)) if a.dim() > 1 else (a[None], x[None])
+
+
+def _is_constant(x: Tensor) -> bool:
+    # Whether a graph shows that a tensor is made of parameters alone.
+    if x.grad_fn is None:
+        return True
+    leaves = (getattr(node, "variable", None) for node in nodes_before([x.grad_fn], ()))
+    return all(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+
+def _repeats(x: Tensor, values: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    # A transform and what it is of, with so many channels, the last axis but one, made of its own.
+    times, left = divmod(count, x.shape[-2])
+    if (times, left) == (1, 0):
+        yield x, values  # no copy: what is added to the result may be made of the values too
+    elif not left and times:
+        channels = torch.arange(x.shape[-2], device=x.device)
+        for order in (channels.repeat(times), channels.repeat_interleave(times)):
+            yield x[..., order, :], values[..., order, :]
+
+
+def _ratio(product: Tensor, expected: Tensor) -> float | None:
+    # What a product is of what it is expected to be, the same at each frequency.
+    with torch.no_grad():
+        size = expected.abs().square().sum()
+        c = float((product * expected.conj()).sum().real / size.clamp(min=1e-300))
+        left = (product - c * expected).norm()
+    return c if bool(left <= 1e-5 * product.norm()) and c != 0 else None
 
 
 def _taken(
