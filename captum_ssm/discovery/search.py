@@ -252,7 +252,7 @@ def _around_scans(
                 mixers[mixer] = trial, known | trial.weak
             else:
                 miss = "which is in no module of as many tokens that can be measured"
-                miss = miss if weak else f"a scan, {no_tokens(stack[-1])}"
+                miss = miss if weak else f"a scan, and {no_tokens(stack[-1])}"
                 is_told = not (is_loop(function) or is_sum(function))
                 miss = f"calls {function.__qualname__}, {miss}" if is_told else ""
                 known_of(inner).miss = trial.why or known_of(inner).miss or miss

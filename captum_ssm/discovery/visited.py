@@ -73,7 +73,8 @@ def no_tokens(visit: ModuleVisit) -> str:
     returned = None if output is None else tuple(output.shape)
     return (
         f"takes tensors of shapes {shapes} and returns {returned}; expected tokens (B, L, E) and "
-        "one token for each, of it or of a module around it"
+        "one token for each, of it or of a module around it. A module counts where it is called "
+        "itself, as module(x), not by another of its methods"
     )
 
 

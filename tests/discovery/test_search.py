@@ -763,3 +763,16 @@ def test_what_a_short_text_does_not_show_is_looked_for_in_a_longer_one(kinds, me
         last = length - 1
         found = method(model).attribute(text[:, :length], position=last, target=(last, 1))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_mixer_that_is_not_called_itself_is_told_so():
+    class Bypassed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.mixer, self.head = nn.Embedding(9, 6), Mixer(), nn.Linear(6, 9)
+
+        def forward(self, ids):
+            return self.head(self.mixer.forward(self.table(ids)))
+
+    with pytest.raises(UnsupportedModelError, match=r"calls scan, a scan, and .* itself"):
+        hidden_attention(Bypassed().eval(), torch.arange(9)[None])
