@@ -45,7 +45,7 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
     if isinstance(target, Against):
         return _score_against(recording, target, position)
     logits = extract_logits(recording.output)
-    target, position = _split_target(recording, target, position)
+    target, position = split_target(recording, target, position)
     names_token = position is None or position is target
     if names_token and recording.is_language and _is_tokens(recording):
         check_head(recording.output, target)
@@ -90,7 +90,7 @@ def query_weights(
     """
     # Where no score is taken, a target says which token is asked for in any output per token.
     is_position = recording.score is None and not recording.decodes
-    position = _split_target(recording, target, position, is_position)[1]
+    position = split_target(recording, target, position, is_position)[1]
     measured = [weights for weights in wiring.readout if weights is not None]
     is_measured = len(measured) == len(wiring.readout)
     per_token = _is_tokens(recording)
@@ -242,11 +242,18 @@ def names_entry(recording: Recording, target: Any, position: Any) -> bool:
     return extract_logits(recording.output).dim() > 2 and not is_row
 
 
-def _split_target(
+def split_target(
     recording: Recording, target: Any, position: Any, is_only_position: bool = False
 ) -> tuple[Any, Any]:
-    # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
-    # a list. An entry of a dense output may be named together with the token that it is read at.
+    """The target, and the token that it is read at.
+
+    For a language model's logits ``(B, L, V)`` a tuple ``(position, token)`` sets both, and so do
+    several in a list, by example. Where ``is_only_position``, an entry of any other output per
+    token does too.
+
+    Raises:
+        TargetError: for a position that is given twice, or entries that are no pairs of integers.
+    """
     target = target.target if isinstance(target, Against) else target
     if isinstance(target, SpanTarget):
         if position is not None and position is not target:
@@ -328,8 +335,8 @@ def _row_of(recording: Recording, logits: Tensor, position: Any) -> Tensor:
 
 def _score_of_foil(recording: Recording, asked: Against, position: Any) -> Tensor:
     # The score of the other target, at the target's token unless it names one of its own.
-    answer, answer_position = _split_target(recording, asked.target, position)
-    foil, foil_position = _split_target(recording, asked.foil, None)
+    answer, answer_position = split_target(recording, asked.target, position)
+    foil, foil_position = split_target(recording, asked.foil, None)
     foil_position = answer_position if foil_position is None else foil_position
     score = read_score(recording, foil, foil_position)
     if is_any_same(answer, foil) and is_any_same(answer_position, foil_position):
@@ -345,7 +352,7 @@ def _score_of_others(recording: Recording, target: Any, position: Any) -> Tensor
     # among themselves; zero for an output that is one score.
     logits = extract_logits(recording.output)
     # In any output per token, an entry's first index is the token whose answers compete.
-    target, position = _split_target(recording, target, position, is_only_position=True)
+    target, position = split_target(recording, target, position, is_only_position=True)
     if logits.dim() == 3 and (recording.decodes or _is_tokens(recording)):
         logits = _row_of(recording, logits, position)
     # Numbers, such as those of a regression or of features, do not compete.

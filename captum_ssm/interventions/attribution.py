@@ -92,7 +92,7 @@ def attribution_patching(
     by_name = [{layer.name: layer for layer in run.layers} for run in (pair.clean, pair.corrupted)]
     results = {}
     for component in wanted:
-        names = pair.layers(component, layers)
+        names = [call.name for call in pair.calls(component, layers)]
         with exact_arithmetic():
             effects = [
                 _effect(component, slopes[name], *(run[name] for run in by_name)) for name in names
@@ -140,7 +140,7 @@ def _gradients(pair: Pair, runs: Runs, check: bool) -> dict[str, Activations]:
 
     def edit(opened: OpenMixer) -> Tensor:
         scans = [scan for scan, _, _ in opened.mixer.scans_in_order()]
-        here = zeros[opened.path] = Activations(
+        here = zeros[opened.name] = Activations(
             opened.mixer,
             inputs=[zero(scan.inputs) for scan in scans],
             values=[zero(scan.values) for scan in scans],

@@ -191,7 +191,13 @@ def _by_layer(model: nn.Module, edges: Any) -> dict[str, Tensor]:
     if isinstance(edges, Mapping):
         for layer, mask in edges.items():
             _check_mask(mask, f"edges[{brief(layer)}]")
-        return {_path(layer, model, paths): mask for layer, mask in edges.items()}
+        named = {_path(layer, model, paths): mask for layer, mask in edges.items()}
+        if len(named) < len(edges):
+            raise ValueError(
+                f"edges holds masks of {', '.join(map(brief, edges))}, of which two are of one "
+                "layer; expected one mask of each."
+            )
+        return named
     if isinstance(edges, (str, Edge)) or not isinstance(edges, Iterable):
         raise TypeError(
             f"edges is {brief(edges)}; expected edges in a list, a dict or a bool Tensor."

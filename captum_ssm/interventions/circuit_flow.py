@@ -14,6 +14,7 @@ from torch import Tensor
 from captum_ssm.attr import Edge, RelevanceEdges, RelevanceFlow
 from captum_ssm.attr.flow.activations import Changed, ChangedStandIns
 from captum_ssm.capture import Request
+from captum_ssm.capture.thrown_away import run_on_copies
 from captum_ssm.discovery.search import MeasuredAdapter
 from captum_ssm.interventions.circuit import KeptEdges
 from captum_ssm.interventions.editing import edited
@@ -61,7 +62,7 @@ class CircuitFlow:
             return opened.returned
 
         with torch.no_grad(), edited(request.model, None, keep, check=False):
-            request.run()
+            run_on_copies(request)
         return cls(request, whole=whole)
 
     def edges(self, kept: Sequence[Edge], target: Any, **options: Any) -> RelevanceEdges:

@@ -44,8 +44,8 @@ from captum_ssm.mixers.registry import (
 )
 from captum_ssm.utils.allocator import MIB, workspace
 from captum_ssm.utils.blocks import bound, contextmanager, undo
-from captum_ssm.utils.clones import version_of
-from captum_ssm.utils.copies import original
+from captum_ssm.utils.clones import repeated, version_of
+from captum_ssm.utils.copies import copied, original
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached, tensors_in, with_first
 from captum_ssm.utils.offload import weights_loaded
@@ -63,7 +63,8 @@ def edited(
 
     Args:
         model (nn.Module or nnsight model): runs its own forward inside the block.
-        layers (int, str, slice or sequence, optional): mixers by index or path; None for all.
+        layers (int, str, slice or sequence, optional): mixers by index or path; None for all that
+            the block runs.
         edit (Callable): takes an :class:`OpenMixer` and returns the output that replaces the
             module's.
         check (bool, optional): compare each frozen mixer with its module. Default: True
@@ -89,7 +90,7 @@ def edited(
     with workspace(32 * MIB), without_checkpoints(), without_compiler(), _noticed(edits):
         yield
     missed = [path for path in chosen if path not in edits.reached]
-    if missed:
+    if missed and not (layers is None and edits.reached):
         raise UnsupportedModelError(
             f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
             "it to run the model in this thread. Name the layers that it runs."
@@ -103,12 +104,14 @@ class _Unedited:
     calls: dict[tuple[str, int], OpenMixer] = field(default_factory=dict)
     is_running: bool = False
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-        """Run the model, whose mixers are kept as they are."""
+    @repeated
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Run a copy of the model, whose mixers are kept as they are."""
         self.calls.clear()
         self.is_running = True
         try:
-            forward(*args, **without_caches(kwargs))
+            with copied(module) as copies:  # draws the random numbers that the edited run will
+                copies.root.forward(*args, **without_caches(kwargs))
         finally:
             self.is_running = False
 
@@ -157,7 +160,7 @@ class _Edits:
         self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
         self.visits.clear()
         if self.unedited is not None and not self.unedited.is_running:
-            self.unedited.run(forward, args, kwargs)
+            self.unedited.run(module, args, kwargs)
             self.visits.clear()
 
     def acts_on(self, module: nn.Module) -> bool:
@@ -232,7 +235,7 @@ class _Edits:
         module = original(call.module)
         self.busy = True
         try:
-            with without_autocast(), weights_loaded(module):
+            with without_autocast(), weights_loaded(call.module):
                 plain = replace(call, result=detached(call.result))
                 mixer = adapter_of(plain)(plain)
                 projection = _seen(call, mixer) if ahead is None else ahead
@@ -288,7 +291,7 @@ def _enter(edits: _Edits, modules: set[nn.Module]) -> None:
             forward = module.__dict__.get("forward")
             if not isinstance(forward, _Forward):
                 forward = module.__dict__["forward"] = _Forward(module)
-            forward.users.add(edits)
+            forward.users.add(id(edits))
 
 
 def _leave(edits: _Edits, modules: set[nn.Module]) -> None:
@@ -296,7 +299,7 @@ def _leave(edits: _Edits, modules: set[nn.Module]) -> None:
         for module in modules:
             forward = module.__dict__.get("forward")
             if isinstance(forward, _Forward):
-                forward.users.discard(edits)
+                forward.users.discard(id(edits))
                 if forward.users:
                     continue
                 if forward.is_instance:
@@ -310,7 +313,7 @@ class _Forward:
     def __init__(self, module: nn.Module) -> None:
         self.original, self.is_instance = module.forward, "forward" in module.__dict__
         self.module = module
-        self.users: set[_Edits] = set()
+        self.users: set[int] = set()  # their ids, as a copy of the module does not need them
         update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

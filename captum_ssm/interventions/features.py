@@ -26,7 +26,7 @@ from captum_ssm.utils.watch_modules import watch_modules
 @contextmanager
 def scaled_features(
     readout: Readout,
-    features: int | str | Sequence[int | str],
+    features: Tokens | str | Sequence[int | str],
     scale: float = 0.0,
     *,
     tokens: Tokens = None,
@@ -44,7 +44,8 @@ def scaled_features(
     Args:
         readout (Readout): with a decoder. The block runs its model, or methods and readouts of it;
             with ``side="state"`` no method of frozen mixers.
-        features (int, str or sequence): which features, by number or name.
+        features (int, str, slice, sequence or Tensor): which features, by number, by name, or as a
+            bool mask.
         scale (float, optional): the factor s; 0 removes them. Default: 0.0
         tokens (int, slice, sequence or Tensor, optional): at which tokens, as ``sources`` of
             :func:`~captum_ssm.interventions.knockout`. Default: None, all
@@ -125,13 +126,14 @@ def _written(
 
 
 def _numbers(readout: Readout, features: Any, count: int) -> list[int]:
-    chosen = [features] if isinstance(features, (int, str)) else list(features)
-    numbers = [
-        readout.index(feature) if isinstance(feature, str) else int(feature) for feature in chosen
-    ]
-    outside = [number for number in numbers if not -count <= number < count]
-    if outside or not numbers:
+    # The chosen features, each once.
+    listed: Any = [features] if isinstance(features, str) else features
+    if isinstance(listed, (list, tuple)):
+        listed = [readout.index(x) if isinstance(x, str) else x for x in listed]
+    mask = mask_of("features", listed, (1, count), torch.device("cpu"), "features")
+    numbers: list[int] = mask[0].nonzero()[:, 0].tolist()
+    if not numbers:
         raise ValueError(
             f"features is {brief(features)}; expected at least one of 0 .. {count - 1}, or names."
         )
-    return [number % count for number in numbers]
+    return numbers

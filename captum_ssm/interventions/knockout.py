@@ -105,5 +105,5 @@ def knockout(
         )
         return with_edges(opened, edges, None if formulation == "hidden" else operator)
 
-    with edited(model, layers, edit, check=check):
+    with edited(model, slice(None) if layers is None else layers, edit, check=check):
         yield

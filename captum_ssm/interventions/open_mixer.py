@@ -56,6 +56,11 @@ class OpenMixer:
     unedited: OpenMixer | None = None
     projection: OwnProjection | None = None
 
+    @property
+    def name(self) -> str:
+        """The call's, as of a :class:`~captum_ssm.capture.FrozenCall`."""
+        return f"{self.path}:{self.visit}" if self.visit else self.path
+
     @cached_property
     def mixed(self) -> list[Tensor]:
         """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from captum_ssm.capture import FrozenModel, Request, freeze
+from captum_ssm.capture import FrozenCall, FrozenModel, Request, freeze
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.open_mixer import OpenMixer
 from captum_ssm.interventions.runs import Runs, bar, times
-from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers, mask_of
+from captum_ssm.interventions.selection import Layers, Tokens, mask_of, run_layers
 from captum_ssm.interventions.states import has_operator, state_operator
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -35,7 +35,8 @@ class Patching:
         effects (Tensor): ``(B, W, L)``: the score of the corrupted run with a layer's activation
             at a token patched, minus that of the corrupted run.
         total (Tensor): ``(B,)``: the score of the clean run minus that of the corrupted one.
-        layers (list of str): the paths of the W layers.
+        layers (list of str): the paths of the W layers; of a mixer that runs several times,
+            ``"path:k"`` is its call k, and its path the first one.
 
     Examples::
 
@@ -81,8 +82,9 @@ def patched(
             recurrence is given, :math:`v_t`; the coefficients stay those of the block's run.
             ``"state"``: the recurrence's state after a token, :math:`h_t`, as that token and later
             ones read it; of one token per example. Default: ``"output"``
-        layers, check (optional): as for :func:`~captum_ssm.interventions.knockout`; layers that
-            keep no state are left out of None.
+        layers, check (optional): as for :func:`~captum_ssm.interventions.knockout`; of a mixer that
+            runs several times, each call is patched with its own activation. Layers that do not run
+            on ``inputs``, or keep no state, are left out of None.
         tokens (int, slice, sequence or Tensor, optional): the patched tokens, as ``sources`` there.
             Default: None, all
         additional_forward_args (Any, optional): further arguments of the model for ``inputs``.
@@ -101,8 +103,9 @@ def patched(
         ...     logits = model(input_ids).logits
     """
     frozen = _recorded(Request.of(model, None, inputs, additional_forward_args), check)
-    chosen = _patched_layers(frozen, component, layers)
-    with edited(model, chosen, _patch(frozen, component, tokens), check=check):
+    calls = _patched_calls(frozen, component, layers)
+    paths = [call.call.path for call in calls]
+    with edited(model, paths, _patch(frozen, calls, component, tokens), check=check):
         yield
 
 
@@ -156,25 +159,26 @@ def activation_patching(
         torch.Size([1, 2, 7])
     """
     pair = Pair.of(forward_func, model, clean, corrupted, additional_forward_args, check)
-    names = pair.layers(component, layers)
+    calls = pair.calls(component, layers)
     runs = Runs(pair.corrupted, target, position)
     B, L = pair.corrupted.shape
     count = count_of("perturbations_per_eval", perturbations_per_eval, 1)
     rows = []
-    with torch.no_grad(), bar("activation patching", len(names) * L, show_progress) as done:
+    with torch.no_grad(), bar("activation patching", len(calls) * L, show_progress) as done:
         total = Runs(pair.clean, target, position).scores()[0] - (
             corrupted_score := runs.scores()[0]
         )
-        for name in names:
+        for call in calls:
             effects = []
             for tokens in torch.arange(L).split(count):
                 k = len(tokens)
                 at = tokens[:, None].repeat_interleave(B, 0)  # (k B, 1)
-                with edited(pair.model, name, _patch(pair.clean, component, at), check=check):
+                edit = _patch(pair.clean, [call], component, at)
+                with edited(pair.model, call.call.path, edit, check=check):
                     effects.append(runs.scores(k) - corrupted_score)
                 done(k)
             rows.append(torch.cat(effects).T)
-    return Patching(torch.stack(rows, 1), total, names)
+    return Patching(torch.stack(rows, 1), total, [call.name for call in calls])
 
 
 @dataclass(frozen=True)
@@ -205,17 +209,16 @@ class Pair:
             )
         return cls(requests[0].model, *(_recorded(request, check) for request in requests))
 
-    def layers(self, component: str, layers: Layers) -> list[str]:
-        """The names of the chosen layers, whose tokens have to be the model's."""
-        shapes = {layer.name: layer.shape for layer in self.clean.layers}
-        names = _patched_layers(self.clean, component, layers)
-        for name in names:
-            if shapes.get(name) != self.clean.shape:
+    def calls(self, component: str, layers: Layers) -> list[FrozenCall]:
+        """The clean calls of the chosen layers, whose tokens have to be the model's."""
+        calls = _patched_calls(self.clean, component, layers)
+        for call in calls:
+            if call.shape != self.clean.shape:
                 raise UnsupportedModelError(
-                    f"{name} is not run, or works on other tokens than the last mixer; expected "
-                    "layers that all read the same tokens. Name others in layers."
+                    f"{call.name} works on other tokens than the last mixer; expected layers that "
+                    "all read the same tokens. Name others in layers."
                 )
-        return names
+        return calls
 
 
 def check_component(component: str) -> None:
@@ -228,29 +231,35 @@ def _recorded(request: Request, check: bool) -> FrozenModel:
     return freeze(request, query=False, wiring=False, check=check)
 
 
-def _patched_layers(frozen: FrozenModel, component: str, layers: Layers) -> list[str]:
-    # For states, None stands for the layers that have one.
+def _patched_calls(frozen: FrozenModel, component: str, layers: Layers) -> list[FrozenCall]:
+    # The calls of the chosen layers. None stands for those that run, and, for states, have one.
     check_component(component)
-    names = list(chosen_layers(frozen.request.model, layers))
+    paths = run_layers(frozen, layers)
+    calls = [call for path in paths for call in frozen.layers if call.call.path == path]
     if component != "state" or layers is not None:
-        return names
-    mixers = {layer.name: layer.mixer for layer in frozen.layers}
-    with_state = [
-        name for name in names if name in mixers and has_operator(state_operator, mixers[name])
-    ]
+        return calls
+    with_state = [call for call in calls if has_operator(state_operator, call.mixer)]
     if not with_state:
         raise UnsupportedModelError(
-            f"component is 'state', and no layer of {', '.join(names)} keeps a state that can be "
+            f"component is 'state', and no layer of {', '.join(paths)} keeps a state that can be "
             "exchanged; expected a model with such a layer. Patch 'output' or 'values'."
         )
     return with_state
 
 
-def _patch(frozen: FrozenModel, component: str, tokens: Tokens) -> Callable[[OpenMixer], Tensor]:
-    by_name = {layer.name: layer for layer in frozen.layers}
+def _patch(
+    frozen: FrozenModel, calls: Sequence[FrozenCall], component: str, tokens: Tokens
+) -> Callable[[OpenMixer], Tensor]:
+    by_path: dict[str, list[FrozenCall]] = {}
+    for layer in frozen.layers:
+        by_path.setdefault(layer.call.path, []).append(layer)
+    chosen = {call.name for call in calls}
 
     def edit(opened: OpenMixer) -> Tensor:
-        layer, operator = by_name[opened.path], opened.mixer.recurrence
+        of_path, operator = by_path[opened.path], opened.mixer.recurrence
+        layer = of_path[opened.visit % len(of_path)]
+        if layer.name not in chosen:
+            return opened.returned
         current, other = opened.call.output, layer.source.output
         k = current.shape[0] // other.shape[0]
         if current.shape != (other.shape[0] * k, *other.shape[1:]):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.capture import Request
+from captum_ssm.capture.thrown_away import run_on_copies
 from captum_ssm.errors import InputError
 from captum_ssm.interventions.edges import EdgesElsewhere
 from captum_ssm.interventions.editing import edited
@@ -89,7 +90,7 @@ class Reference:
 
         request = Request.of(model, None, inputs, additional_forward_args)
         with torch.no_grad(), edited(model, None, keep, check=check):
-            request.run()
+            run_on_copies(request)
         return cls(carried, mean, formulation)
 
     def at(self, opened: OpenMixer) -> list[EdgesElsewhere]:

@@ -11,8 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.target import read_score
+from captum_ssm.capture.thrown_away import run_on_copies
+from captum_ssm.errors import InputError
 from captum_ssm.mixers import MixerCall
 from captum_ssm.utils.blocks import contextmanager
 
@@ -36,15 +39,21 @@ class Runs:
 
     def scores(self, k: int = 1) -> Tensor:
         """The score of each of k runs at once, ``(k, B)``, as the model is now."""
-        request, B = self.request(k), self.frozen.request.batch
-        mask, last = self.frozen.mask, self.frozen.layers[-1].call
-        output = request.run()
+        frozen, B = self.frozen, self.frozen.request.batch
+        output = run_on_copies(self.request(k))
+        outputs = [output] if k == 1 else extract_logits(output).split(B)
         # The call tells the score how many tokens there are.
-        call = MixerCall(last.path, last.module, (), {}, times(last.output, k))
-        arguments = {} if mask is None else {"attention_mask": times(mask, k)}
-        recording = Recording(request, output, [call], [], arguments)
-        target, position = (_again(x, k, B) for x in (self.target, self.position))
-        return read_score(recording, target, position).view(k, B)
+        last = frozen.layers[-1].call
+        call = MixerCall(last.path, last.module, (), {}, last.output)
+        arguments = {} if frozen.mask is None else {"attention_mask": frozen.mask}
+        recordings = [Recording(frozen.request, each, [call], [], arguments) for each in outputs]
+        scores = [read_score(each, self.target, self.position) for each in recordings]
+        if [len(score) for score in scores] != [B] * k:
+            raise InputError(
+                f"forward_func returned {sum(map(len, scores))} scores for {k * B} examples; "
+                "expected one per example. Let it return one row of its output for each."
+            )
+        return torch.stack(scores)
 
 
 def repeated(request: Request, k: int) -> Request:
@@ -77,13 +86,6 @@ def times(x: Tensor, k: int) -> Tensor:
 
 def _has_examples(value: Any, B: int) -> bool:
     return torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
-
-
-def _again(value: Any, k: int, B: int) -> Any:
-    # A target or a position, which lists may hold too, of k runs.
-    if isinstance(value, list) and len(value) == B:
-        return value * k
-    return times(value, k) if _has_examples(value, B) else value
 
 
 @contextmanager

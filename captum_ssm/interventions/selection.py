@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture import Readout, unwrap
+from captum_ssm.capture import FrozenModel, Readout, unwrap
 from captum_ssm.capture.model import listed_layers, mixer_index
 from captum_ssm.errors import InputError, UnsupportedModelError, brief
 from captum_ssm.mixers import find_mixers
@@ -64,6 +64,24 @@ def mask_of(
     told = f"{what} holds {index.tolist()}, outside the {L} {of} of the layer"
     index = torch.atleast_2d(from_start(index, L, told)).expand(B, -1)
     return mask.scatter(1, index, True)
+
+
+def run_layers(frozen: FrozenModel, layers: Layers) -> list[str]:
+    """The paths of the mixers that :func:`chosen_layers` names; of None, those that were run.
+
+    Raises:
+        UnsupportedModelError: a mixer is named that was not run.
+        ValueError: for a layer that is not there.
+    """
+    run = {layer.call.path: None for layer in frozen.layers}
+    paths = list(chosen_layers(frozen.request.model, layers))
+    missed = [path for path in paths if path not in run]
+    if missed and layers is not None:
+        raise UnsupportedModelError(
+            f"{', '.join(missed)} did not run on these inputs; expected layers that do: name some "
+            f"of {', '.join(run)}."
+        )
+    return [path for path in paths if path in run]
 
 
 def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:

@@ -26,6 +26,8 @@ from captum_ssm.capture.check_inputs import as_ids
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.capture.span_target import SpanTarget
 from captum_ssm.errors import InputError
+from captum_ssm.utils.clones import repeated
+from captum_ssm.utils.copies import copied
 from captum_ssm.utils.integers import count_of
 
 
@@ -102,11 +104,13 @@ class _Text:
     score: str
     batch_size: int
 
+    @repeated
     def logits(self, prompt: Tensor, words: Tensor) -> Tensor:
         # What is predicted at the position of each word of texts with words (n, T): (n, T, V).
         ids = torch.cat([prompt.expand(len(words), -1), words[:, :-1]], 1)
         named = {"use_cache": False} if "use_cache" in parameter_names(self.module) else {}
-        return extract_logits(self.module(ids, **named))[:, -words.shape[1] :]
+        with copied(self.module) as copies:
+            return extract_logits(copies.root(ids, **named))[:, -words.shape[1] :]
 
     def swapped(self, swaps: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         # The logits (T, V) with another token at one position, for each position and token.

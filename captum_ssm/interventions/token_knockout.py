@@ -17,7 +17,7 @@ from captum_ssm.capture import Request, freeze
 from captum_ssm.errors import InputError, UnsupportedModelError, brief
 from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.runs import Runs, bar
-from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers
+from captum_ssm.interventions.selection import Layers, Tokens, run_layers
 from captum_ssm.utils.captum_api import TargetType, log_usage
 from captum_ssm.utils.integers import as_integers, count_of
 
@@ -119,8 +119,9 @@ class TokenKnockout(ModelAttribution, PerturbationAttribution):
             inputs, target, additional_forward_args, position, readers, feature_mask
         )
         edges = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
-        relevance = knocked.relevance([layers], edges, perturbations_per_eval, show_progress)
         frozen = knocked.runs.frozen
+        windows = [run_layers(frozen, layers)]
+        relevance = knocked.relevance(windows, edges, perturbations_per_eval, show_progress)
         return of_inputs(frozen.wiring.from_first(relevance[:, 0]), frozen, "linear", None)
 
     def sweep(
@@ -164,7 +165,7 @@ class TokenKnockout(ModelAttribution, PerturbationAttribution):
         knocked = self._prepared(
             inputs, target, additional_forward_args, position, readers, feature_mask
         )
-        paths = list(chosen_layers(knocked.runs.frozen.request.model, None))
+        paths = run_layers(knocked.runs.frozen, None)
         if not 1 <= window <= len(paths) or stride < 1:
             raise ValueError(
                 f"window is {window} and stride {stride}; this model has {len(paths)} mixers: "

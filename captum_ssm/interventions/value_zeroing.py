@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.capture import Request, exact_arithmetic, freeze, unwrap
+from captum_ssm.capture.thrown_away import run_on_copies
 from captum_ssm.errors import InputError, brief
 from captum_ssm.interventions.editing import edited
 from captum_ssm.interventions.open_mixer import OpenMixer
@@ -74,7 +75,7 @@ def value_zeroing(
             unchanged = mixer.output()
             for j in range(L):
                 zeroed = mixer.projected(mixer.gated_output_of(_without(mixer, torch.tensor([j]))))
-                columns.append(1 - F.cosine_similarity(zeroed, unchanged, -1))
+                columns.append(_change(zeroed, unchanged))
                 done(1)
         return torch.stack(columns, -1)
     with torch.no_grad(), bar("value zeroing", L, show_progress) as done:
@@ -86,14 +87,21 @@ def value_zeroing(
             zero = tokens.repeat_interleave(B)
 
             def edit(opened: OpenMixer, zero: Tensor = zero) -> Tensor:
+                if opened.name != chosen.name:
+                    return opened.returned
                 return opened.returning_mixed(_without(opened.mixer, zero))
 
-            with edited(model, chosen.name, edit, check=check):
+            with edited(model, chosen.call.path, edit, check=check):
                 zeroed = _output(module, at, runs, k, (B, L))
-            change = 1 - F.cosine_similarity(zeroed.unflatten(0, (k, B)), unchanged, -1)
-            columns += list(change)
+            columns += _change(zeroed.unflatten(0, (k, B)), unchanged)
             done(k)
     return torch.stack(columns, -1)
+
+
+def _change(tokens: Tensor, before: Tensor) -> Tensor:
+    # A token that is zero, such as padding, has no angle, and may be what it was before.
+    is_same = (tokens == before).all(-1)
+    return (1 - F.cosine_similarity(tokens, before, -1)).masked_fill(is_same, 0)
 
 
 def _without(mixer: FrozenMixer, tokens: Tensor) -> list[Tensor]:
@@ -117,7 +125,7 @@ def _module(model: Any, at: str) -> torch.nn.Module:
 def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[int, int]) -> Tensor:
     outputs: list[Any] = []
     with watch_modules([module], after=lambda *call: outputs.append(call[-1])):
-        runs.request(k).run()
+        run_on_copies(runs.request(k))
     output = first_of(outputs[-1] if outputs else None)
     if not torch.is_tensor(output) or tuple(output.shape[:2]) != (shape[0] * k, shape[1]):
         got = tuple(output.shape) if torch.is_tensor(output) else type(output).__name__
@@ -125,4 +133,4 @@ def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[i
             f"the module {at} returned {got} in this run; expected one vector per token, "
             f"({shape[0] * k}, {shape[1]}, E). Name another module."
         )
-    return output.float()
+    return output.to(torch.promote_types(output.dtype, torch.float32))

@@ -14,7 +14,8 @@ from captum_ssm.attr.flow.edges import RelevanceEdges
 from captum_ssm.capture import Request
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.record import record
-from captum_ssm.capture.target import asked_rows
+from captum_ssm.capture.target import asked_rows, split_target
+from captum_ssm.capture.thrown_away import run_on_copies
 from captum_ssm.capture.unknown_mixers import find_unknown_mixers
 from captum_ssm.errors import brief
 from captum_ssm.interventions.circuit import circuit
@@ -81,12 +82,13 @@ class CircuitRuns:
                 model that returns neither logits nor one score.
         """
         at_once = count_of("perturbations_per_eval", perturbations_per_eval, 1)
-        target, position = _with_position(target, position)
         find_unknown_mixers(request)
         recording = record(request)
         output = extract_logits(recording.output)
+        target, position = split_target(recording, target, position, is_only_position=True)
         rows = asked_rows(recording, position) if output.dim() == 3 else None
         told = {"position": position, "decodes": recording.decodes}
+        options["layers"] = [call.path for call in recording.calls]
         whole = _answers(output, rows)
         if whole.shape[1] == 1:
             _check_one_score(target, foil)
@@ -146,7 +148,7 @@ class CircuitRuns:
             part = sets[start : start + self.at_once]
             joined = _joined(part, self.request.batch)
             with torch.no_grad(), circuit(self.model, joined, remove=remove, **self.options):
-                output = extract_logits(repeated(self.request, len(part)).run())
+                output = extract_logits(run_on_copies(repeated(self.request, len(part))))
             rows = None if self.rows is None else self.rows.repeat(len(part))
             answers.append(_answers(output, rows).unflatten(0, (len(part), -1)))
         return torch.cat(answers)[[sets.index(tuple(edges)) for edges in kept]]
@@ -232,18 +234,6 @@ def _joined(sets: Sequence[Sequence[Edge]], batch: int) -> list[Edge]:
         for edge in edges
         for example in (range(batch) if edge.example is None else (edge.example,))
     ]
-
-
-def _with_position(target: Any, position: Any) -> tuple[Any, Any]:
-    # The answer and the token, or the row, at which it is read.
-    if not isinstance(target, tuple) or len(target) != 2:
-        return target, position
-    if position is not None:
-        raise ValueError(
-            f"target is {brief(target)}, which names a token, and position is {brief(position)}; "
-            "expected one of them."
-        )
-    return target[1], target[0]
 
 
 def _answers(output: Tensor, rows: Tensor | None) -> Tensor:

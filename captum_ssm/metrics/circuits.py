@@ -183,9 +183,9 @@ def circuit_faithfulness(
             :meth:`captum_ssm.attr.RelevanceFlow.edges` returns; maps ``(B, L, L)`` by layer, such
             as those of :func:`captum_ssm.hidden_attention`; or edges, the first one first, for one
             example each or for all.
-        target (int, Tensor or tuple, optional): ``(B,)``, the answers; ``(position, answer)`` for
-            one that is read at that token, or at that row of a decoder; None for an output of one
-            score. Default: None
+        target (int, Tensor, tuple or list, optional): ``(B,)``, the answers; ``(position, answer)``
+            for one that is read at that token, or at that row of a decoder, or a list of these, by
+            example; None for an output of one score. Default: None
         foil (int or Tensor, optional): ``(B,)``, wrong answers. None: the score is compared with
             all others, and the control's answer is the model's best other one. Default: None
         ks (sequence of int, optional): numbers of edges, ascending.

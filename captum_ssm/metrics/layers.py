@@ -14,6 +14,8 @@ from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.metrics.agreement import rank_correlation
 from captum_ssm.metrics.logits import batched_logits, classes
 from captum_ssm.mixers import find_mixers
+from captum_ssm.utils.clones import repeated
+from captum_ssm.utils.copies import copied, original
 from captum_ssm.utils.nested import first_of, with_first
 from captum_ssm.utils.watch_modules import watch_modules
 
@@ -62,10 +64,13 @@ def layer_knockout(
     """
     if replacement not in ("zero", "mean"):
         raise ValueError(f"replacement is {replacement!r}; expected 'zero' or 'mean'.")
-    mixers = chosen_layers(forward_func if model is None else model, layers)
+    network = unwrap(forward_func if model is None else model)
+    mixers = chosen_layers(network, layers)
 
+    @repeated
     def score() -> Tensor:
-        logits = batched_logits(forward_func, (inputs,), batch_size)
+        with copied(network):
+            logits = batched_logits(forward_func, (inputs,), batch_size)
         return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -147,10 +152,14 @@ def oversmoothing(
         first = first_of(output)
         gone = {t % first.shape[1] for t in excluded}
         compared = [t for t in range(first.shape[1]) if t not in gone]
-        similarity[blocks[block]] = token_similarity(first.detach()[:, compared])
+        similarity[blocks[original(block)]] = token_similarity(first.detach()[:, compared])
 
-    with watch_modules(blocks, after=compare), torch.no_grad():
-        forward_func(inputs)
+    @repeated
+    def run() -> None:
+        with watch_modules(blocks, after=compare), copied(network), torch.no_grad():
+            forward_func(inputs)
+
+    run()
     return similarity
 
 

@@ -36,7 +36,8 @@ def classes(name: str, target: Any, logits: Tensor) -> Tensor:
     """The class of each example, ``(B,)``, which must be a column of ``logits (B, V)``."""
     (B, V), expected = logits.shape, "expected one class per example, integers (B,)"
     yes_or_no = isinstance(target, Tensor) and target.dtype == torch.bool
-    index = as_integers(target.long() if yes_or_no else target, logits.device)
+    is_entry = isinstance(target, tuple) and len(target) > 1  # of another output, as in Captum
+    index = None if is_entry else as_integers(target.long() if yes_or_no else target, logits.device)
     if index is None:
         kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"{name} is {kind}; {expected}.")

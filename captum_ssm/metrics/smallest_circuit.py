@@ -108,9 +108,9 @@ def find_circuit(
     Args:
         forward_func (nn.Module or Callable): as for :func:`circuit_faithfulness`.
         inputs (Tensor or dict): one example, or several that share the circuit.
-        target (int, Tensor or tuple, optional): the answer; ``(position, answer)`` for one that is
-            read at another token than the last, negative from the end; None for an output of one
-            score. Default: None
+        target (int, Tensor, tuple or list, optional): the answer; ``(position, answer)`` for one
+            that is read at another token than the last, negative from the end, or a list of these,
+            by example; None for an output of one score. Default: None
         foil (int or Tensor, optional): why not this answer; None for all others. Default: None
         faithfulness (float, optional): in (0, 1], the share of the score that the set must recover;
             as much over 1 as under it is as unfaithful. Default: 0.9

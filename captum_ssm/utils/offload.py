@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from captum_ssm.utils.blocks import contextmanager
 from captum_ssm.utils.clones import memory
-from captum_ssm.utils.copies import original
+from captum_ssm.utils.copies import original, running
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.saved_tensors import Save, saving
 
@@ -35,6 +35,8 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for part in module.modules():
             loader = _LOADERS.get(original(part), lambda part=part: part)()
+            if loader is not None and part is not original(part):  # a copy has its own weights
+                loader = running(loader)
             hook = getattr(loader, "_hf_hook", None)
             if hook is not None and any(value.is_meta for value in _weights(part).values()):
                 hook.pre_forward(loader)

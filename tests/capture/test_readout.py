@@ -158,8 +158,14 @@ def test_features_of_one_layer_make_a_feature_of_a_later_one():
 def test_features_are_removed_and_made_larger():
     model, atoms, tokens = exact(), directions(F, 16, 1), ids(2, L)
     readout = Readout(model, "backbone.layers.0", atoms, "abcde", decoder=atoms)
-    for scale, chosen, at in ((0.0, "b", None), (3.0, ["a", -1], [2, 4])):
-        numbers = [1] if chosen == "b" else [0, 4]
+    mask = torch.tensor([True, False, False, False, True])
+    for scale, chosen, at, numbers in (
+        (0.0, "b", None, [1]),
+        (3.0, ["a", -1, 0], [2, 4], [0, 4]),  # each once
+        (0.5, mask, None, [0, 4]),
+        (0.5, slice(2, 4), [1], [2, 3]),
+        (2.0, torch.tensor(3), None, [3]),
+    ):
         stream = model.backbone.layers[0](model.backbone.embeddings(tokens)).detach()
         mask = torch.zeros(L, 1, dtype=stream.dtype)
         mask[slice(None) if at is None else at] = scale - 1
@@ -235,5 +241,7 @@ def test_what_a_run_cannot_be_read_at_is_refused():
         scaled_features(readout, 0),
     ):
         pass
-    with pytest.raises(ValueError, match="expected at least one of"), scaled_features(readout, 9):
+    with pytest.raises(TypeError, match="features is"), scaled_features(readout, [1.5]):
+        pass
+    with pytest.raises(ValueError, match="outside the 5 features"), scaled_features(readout, 9):
         pass

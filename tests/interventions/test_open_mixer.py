@@ -32,11 +32,11 @@ class LinearRuns(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
-            self.runs[args[1].data_ptr()] += 1
+            self.runs[id(args[1])] += 1
         return func(*args, **(kwargs or {}))
 
     def of(self, layers: list[nn.Linear]) -> set[int]:
-        return {self.runs[layer.weight.data_ptr()] for layer in layers}
+        return {self.runs[id(layer.weight)] for layer in layers}
 
 
 def projections(model: nn.Module) -> list[Any]:

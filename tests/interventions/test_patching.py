@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from families import build, modeling_of
+from families import build, modeling_of, padded
 from methods import assert_close
 from models import Residual, embed, ids, randomize
 from torch import Tensor
@@ -236,6 +236,16 @@ def test_value_zeroing_is_what_a_hook_measures(mamba):
         )
         found = value_zeroing(mamba, tokens, 1, at=at, perturbations_per_eval=4)
         torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("at", [None, "backbone.layers.0"])
+def test_what_stays_zero_has_not_changed(at):
+    model, tokens, mask = build("mamba").double(), ids(2, L), padded("left")
+    found = value_zeroing(model, tokens, 0, at=at, additional_forward_args={"attention_mask": mask})
+    alone = value_zeroing(model, tokens[1:, 4:], 0, at=at)
+    assert found.dtype == torch.double
+    assert not found[1, :4].any()
+    torch.testing.assert_close(found[1:, 4:, 4:], alone)
 
 
 def test_bad_input(mamba):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from families import build, padded
@@ -9,6 +10,7 @@ from models import Classifier, WithOutput, embed, ids
 from torch import Tensor, nn
 
 from captum_ssm import InputError, UnsupportedModelError
+from captum_ssm.attr import SpanTarget
 from captum_ssm.interventions import TokenKnockout, knockout
 
 L = 7
@@ -57,9 +59,21 @@ def test_targets_and_positions_per_example(mamba):
         for options in (
             {"target": [(3, 5), (5, 8)]},
             {"target": torch.tensor([5, 8]), "position": torch.tensor([3, 5])},
+            {"target": np.array([5, 8]), "position": np.array([3, 5])},
+            {"target": SpanTarget([[3], [5]], [[5], [8]])},
         ):
             found = method.attribute(tokens, perturbations_per_eval=count, **options)
             torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_score_for_several_examples_is_refused(mamba, count):
+    tokens, method = (
+        ids(2, L),
+        TokenKnockout(lambda x: mamba(x).logits[:, -1, 5].sum(0, True), mamba),
+    )
+    with pytest.raises(InputError, match="expected one per example"):
+        method.attribute(tokens, perturbations_per_eval=count)
 
 
 class OfCodebooks(nn.Module):

@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 import torch
 from families import padded
-from models import ids, last_logits
+from models import Classifier, ids, last_logits
 from torch import Tensor, nn
 
 from captum_ssm import examples
 from captum_ssm.attr import Edge, RelevanceFlow
 from captum_ssm.examples import copying
 from captum_ssm.interventions import Reference, circuit
-from captum_ssm.metrics import CircuitFaithfulness, circuit_faithfulness
+from captum_ssm.metrics import (
+    CircuitFaithfulness,
+    circuit_faithfulness,
+    find_circuit,
+    find_circuits,
+)
 
 L = 7
 EVERY = 2 * L * (L + 1) // 2  # edges of two causal layers
@@ -83,6 +88,30 @@ def test_scores_are_those_of_the_models_own_runs_by_hand(mamba):
     torch.testing.assert_close(found.whole, score(last_logits(mamba, tokens)), atol=1e-6, rtol=0)
     assert torch.equal(found.kept[:, 0], (kept.argmax(1) == target).double())
     assert torch.equal(found.removed[:, 0], (removed.argmax(1) == target).double())
+
+
+def test_answers_are_read_at_the_token_that_each_example_names(mamba):
+    tokens, pairs = ids(2, L), [(3, 5), (-2, 8)]
+    edges = [Edge("backbone.layers.0.mixer", 3, 1)]
+    apart = [
+        circuit_faithfulness(mamba, tokens[b : b + 1], edges, pairs[b], ks=(1,)) for b in (0, 1)
+    ]
+    truth = torch.cat([found.scores for found in apart])
+    for given in ({"target": pairs}, {"target": [5, 8], "position": torch.tensor([3, -2])}):
+        for count in (1, 3):
+            found = circuit_faithfulness(
+                mamba, tokens, edges, ks=(1,), perturbations_per_eval=count, **given
+            )
+            torch.testing.assert_close(found.scores, truth, atol=1e-5, rtol=1e-5)
+    circuits = find_circuits(mamba, tokens, pairs, max_edges=4, prune=False)
+    alone = find_circuit(mamba, tokens[1:], (-2, 8), max_edges=4, prune=False)
+    assert circuits[1].score == pytest.approx(alone.score, abs=1e-5)
+
+
+def test_the_entry_of_another_output_is_not_one_answer_for_each_example():
+    model = Classifier("last")
+    with pytest.raises(TypeError, match="target is tuple; expected one class per example"):
+        circuit_faithfulness(model, ids(2, L), [], (3, 1), ks=(1,))
 
 
 def test_without_a_foil_others_count_by_the_probabilities_of_the_whole_run(mamba):
@@ -177,6 +206,13 @@ def test_areas_are_over_log_k_and_recovered_is_the_ratio_of_means():
         (ValueError, "positive integers in ascending", {"ks": ()}),
         (ValueError, "foil is the target", {"foil": 5}),
         (ValueError, "target holds classes", {"target": 99}),
+        (
+            ValueError,
+            "which names the position, and position is 2",
+            {"target": (3, 5), "position": 2},
+        ),
+        (ValueError, "target has 1 entries for a batch of 2", {"target": [(3, 5)]}),
+        (TypeError, "target is tuple", {"target": (3, 5, 1)}),
         (ValueError, "by is 'sign'", {"by": "sign"}),
         (TypeError, "edges holds tuple", {"edges": [(0, 6, 6)]}),
         (TypeError, "edges holds int", {"edges": 3}),

@@ -76,7 +76,7 @@ def test_an_answer_at_another_token_has_edges_up_to_it(mamba, position):
     begun = find_circuit(mamba, tokens[:, : position % L + 1], (-1, 5), max_edges=8)
     assert begun.whole == pytest.approx(found.whole, abs=1e-5)
     assert begun.score == pytest.approx(found.score, abs=1e-5)
-    with pytest.raises(ValueError, match="names a token, and position is 1"):
+    with pytest.raises(ValueError, match="names the position, and position is 1"):
         find_circuit(mamba, tokens, (position, 5), position=1)
 
 

@@ -101,11 +101,10 @@ def test_rows_of_unknown_tokens_are_refused(method):
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_circuit_is_of_the_score_of_that_row(count):
     model, x, ids = case(count)
-    del model.c  # it does not run
     options = {"additional_forward_args": ids}
     edges = RelevanceFlow(model).edges(x, target=(ROW, TOKEN), **options).top(5)
     found = circuit_faithfulness(model, x, edges, (ROW, TOKEN), ks=(5, 1000), **options)
-    with torch.no_grad(), circuit(model, edges):
+    with torch.no_grad(), circuit(model, edges, layers=["a", "b"]):
         few = model(x, ids)[0, ROW]
     whole = model(x, ids)[0, ROW].detach()
     others = whole.clone()
@@ -118,9 +117,8 @@ def test_a_circuit_is_of_the_score_of_that_row(count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_circuit_that_is_looked_for_is_of_that_row_too(count):
     model, x, ids = case(count)
-    del model.c
     (found,) = find_circuits(model, x, (ROW, TOKEN), foil=1, additional_forward_args=ids)
-    with torch.no_grad(), circuit(model, found.edges, coefficients="whole"):
+    with torch.no_grad(), circuit(model, found.edges, coefficients="whole", layers=["a", "b"]):
         row = model(x, ids)[0, ROW]
     assert_close(torch.tensor(found.score), row[TOKEN] - row[1], 1e-6)
 
