@@ -164,6 +164,21 @@ def test_softmax_attention_of_torch_is_intercepted():
     assert [scan.operator.is_causal for scan in found] == [False, True]
 
 
+def test_a_mask_that_is_no_tensor_is_left_out():
+    def attend(queries, keys, values, attn_mask):
+        return (queries @ keys.mT / 2).softmax(-1) @ values
+
+    q, k, v = torch.randn(3, 2, 3, 6, 4).unbind()
+    scan = proven(attend, queries=q, keys=k, values=v, attn_mask=slice(None))
+    torch.testing.assert_close(scan.operator.matrix(), (q @ k.mT / 2).softmax(-1))
+
+    def attend_causally(queries, keys, values, attn_mask):
+        scores = (queries @ keys.mT / 2).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ values
+
+    assert proven(attend_causally, queries=q, keys=k, values=v, attn_mask=slice(None)) is None
+
+
 def ones(call):
     return torch.ones(())
 

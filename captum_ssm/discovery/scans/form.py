@@ -53,15 +53,18 @@ class Candidate:
 
 Build = Callable[..., Iterable[Candidate]]
 _FORMS: dict[str, ScanForm] = {}
+# How a build writes it, with and without postponed annotations.
+_OPTIONAL_TENSOR = ("Tensor | None", Tensor | None)
 
 
 @dataclass(frozen=True, eq=False)
 class ScanForm:
     # A registered form, with the names that its roles may have. A call has to have the roles that
-    # have no default, as tensors.
+    # have no default, as tensors, and others are left out that are to be tensors and are not.
     build: Build
     names: Mapping[str, frozenset[str]]
     needed: tuple[str, ...]
+    tensors: tuple[str, ...]
     enlarge: tuple[str, ...]
 
     def fits(self, parameters: Iterable[str]) -> bool:
@@ -83,8 +86,14 @@ class ScanForm:
     def arguments(
         self, roles: Mapping[str, str], call: Mapping[str, Any], returned: Tensor
     ) -> dict[str, Any] | None:
-        """The arguments of a call by role; None where one that is needed is not a tensor."""
+        """The arguments of a call by role; None where one that is needed is not a tensor.
+
+        What else is no tensor, and plays a role of one, is left out: a mask that is an object, say.
+        """
         by_role = {role: call[name] for role, name in roles.items()}
+        for role in self.tensors:
+            if not torch.is_tensor(by_role.get(role)):
+                by_role.pop(role, None)
         if "returned" in self.names:
             by_role["returned"] = returned
         return by_role if all(torch.is_tensor(by_role[role]) for role in self.needed) else None
@@ -155,6 +164,7 @@ def register_scan(
             function,
             {role: frozenset((role, *(names or {}).get(role, ()))) for role in roles},
             tuple(role for role, p in roles.items() if p.default is p.empty),
+            tuple(role for role, p in roles.items() if p.annotation in _OPTIONAL_TENSOR),
             tuple(enlarge),
         )
         return function
