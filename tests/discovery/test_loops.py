@@ -587,6 +587,17 @@ class Chunks(Loop):
         return self.leave(torch.cat(out, 1))
 
 
+class Convolved(Griffin):
+    """As Spatial-Mamba: neighboring states are mixed after the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def gathered(self, states):
+        return self.conv(super().gathered(states).mT).mT
+
+
 class Inverted(Loop):
     """A loop whose results are put together from the end."""
 
@@ -608,6 +619,7 @@ class Inverted(Loop):
             Mixing,
             r"layers.0 \(Mixing\) .*a loop in .*is not a scan: its steps mix channels",
         ),
+        (Convolved, r"layers.0 \(Convolved\) a part of what a loop in .* returns is convolved"),
         (Normed, r"layers.0 \(Normed\) .*a loop in .*gathered is not a scan: .*layer_norm"),
         (Highway, r"layers.0 \(Highway\) it adds something to its scans that depends on its"),
         (Scripted, r"layers.0 \(Scripted\) calls scripted, .*PYTORCH_JIT=0"),

@@ -13,6 +13,7 @@ from captum_ssm.discovery.measure.cut_run import CutScan
 from captum_ssm.discovery.measure.projection import Projection
 from captum_ssm.discovery.measure.rerun import Rerun
 from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import dependencies
 from captum_ssm.graph.readers import Entries, readers
 from captum_ssm.graph.relevance_rules import mean_size, ruled
 from captum_ssm.operators import (
@@ -185,7 +186,10 @@ def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[
     if bool((exits.token < 0).any()):
         exits = _completed(exits, cut.leaf.shape)
     if exits is None:
-        raise rerun.refused(f"a part of what {cut.scan.name} returns does not reach its output")
+        convs = [conv.point for conv in rerun.run.convs]  # which are cut off, too
+        is_convolved = any(dependencies(convs, [earlier]))
+        what = "is convolved" if is_convolved else "does not reach its output"
+        raise rerun.refused(f"a part of what {cut.scan.name} returns {what}")
     return parted(rerun, cut, exits, centered)
 
 
