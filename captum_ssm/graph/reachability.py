@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ FACTORS = ("Mul", "Div")
 _AXES = ("Transpose", "T0", "Permute", "Squeeze", "Unsqueeze")
 VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", *_AXES)
 KEEPING = ("Add", *VIEWS)
+_STEPS = 4  # of a loop, at least: fewer may be parts that are added to one another
 JOINS, PARTS = ("Stack", "Cat"), ("Select", "Slice", "Unbind", "Split")
 
 
@@ -149,6 +151,33 @@ def nodes_before(later: Iterable[Node], ends: Collection[Node] = ()) -> set[Node
             if node not in ends:
                 stack.extend(n for n, _ in node.next_functions if n is not None)
     return seen
+
+
+def takes_steps(nodes: Collection[Node]) -> bool:
+    """Whether nodes are of a loop, whose steps take one entry of an axis each.
+
+    What first reads ``x[:, t]`` is then at another depth for each t, however the results are put
+    together.
+    """
+    depth = dict[Node, int]()
+    waiting = [*nodes]
+    while waiting:
+        node = waiting[-1]
+        before = [n for n, _ in node.next_functions if n is not None and n in nodes]
+        if later := [n for n in before if n not in depth]:
+            waiting += later
+        else:
+            depth[node] = 1 + max((depth[n] for n in before), default=0)
+            waiting.pop()
+    readers = defaultdict[Any, dict[int, int]](dict)  # the depth of the first, by entry
+    for node in nodes:
+        reads: list[Any] = [n for n, _ in node.next_functions if n in nodes]
+        for taken in reads:
+            if taken.name().startswith("Select"):
+                first = readers[taken.next_functions[0], taken._saved_dim]
+                entry = taken._saved_index
+                first[entry] = min(depth[node], first.get(entry, depth[node]))
+    return any(len({*first.values()}) >= _STEPS for first in readers.values())
 
 
 def is_closed(later: Tensor, tensors: Collection[Tensor], parameters: Collection[int]) -> bool:

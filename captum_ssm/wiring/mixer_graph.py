@@ -11,7 +11,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.reachability import nodes_before
+from captum_ssm.graph.reachability import nodes_before, takes_steps
 from captum_ssm.graph.segments import SegmentGraph
 from captum_ssm.wiring.cuts import InputCut, RunCuts
 from captum_ssm.wiring.inputs import InputMap, feature_axis, stem_of
@@ -228,18 +228,18 @@ class MixerGraph:
             )
         return local.view(windows, -1)
 
-    def kinds_before(self, root: Point, others: Iterable[Point] = ()) -> list[str]:
-        """The operations from a point back to the cuts, or to some other points."""
-        ends = {leaf.edge.node for leaf in (*self.leaves, *others)}
-        nodes = nodes_before([root.edge.node], ends) - ends
-        return sorted({node.name().partition("Backward")[0] for node in nodes})
-
     def refuse_mixers(self, i: int, j: int) -> None:
         """Raise where tokens act on one another before i."""
         root = self.entries[i]
-        for kind in [] if root is None else self.kinds_before(root):
-            if kind.startswith(MIXERS):
-                raise self.refused(i, j, f"by an operation that is no known mixer ({kind})")
+        if root is None:
+            return
+        ends = {leaf.edge.node for leaf in self.leaves}
+        nodes = nodes_before([root.edge.node], ends) - ends
+        kinds = sorted({node.name().partition("Backward")[0] for node in nodes})
+        known = [kind for kind in kinds if kind.startswith(MIXERS)]
+        if known or takes_steps(nodes):
+            kind = (*known, "a loop over tokens")[0]
+            raise self.refused(i, j, f"by an operation that is no known mixer ({kind})")
 
     def refused(self, i: int, j: int, how: str) -> UnsupportedModelError:
         """What is raised where tokens are mixed between j and i."""

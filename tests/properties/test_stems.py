@@ -11,7 +11,7 @@ from models import made
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from captum_ssm import MambaLRP
+from captum_ssm import MambaLRP, MambaRollout, UnsupportedModelError
 from captum_ssm.capture import Request, freeze
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import meetings
@@ -60,6 +60,55 @@ class Past(Convolutions):
         return super().tokens(x) + self.patches(x).flatten(2).mT
 
 
+class InSteps(Convolutions):
+    """A loop over the tokens, whose results are put together in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(inputs.E, inputs.E)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        x = super().tokens(x)
+        state, made = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = torch.tanh(self.again(state) + x[:, t])
+            made.append(state)
+        return self.joined(made)
+
+    def joined(self, made: list[Tensor]) -> Tensor:
+        return torch.cat([state[:, None] for state in made], 1)
+
+
+class WrittenInSteps(InSteps):
+    def joined(self, made: list[Tensor]) -> Tensor:
+        whole = made[0].new_empty(len(made[0]), len(made), inputs.E)
+        for t, state in enumerate(made):
+            whole[:, t] = state
+        return whole
+
+
+class GrownInSteps(InSteps):
+    def joined(self, made: list[Tensor]) -> Tensor:
+        whole = made[0][:, None]
+        for state in made[1:]:
+            whole = torch.cat([whole, state[:, None]], 1)
+        return whole
+
+
+class EachAlone(InSteps):
+    """One token after the other, none of which reads another one."""
+
+    def tokens(self, x: Tensor) -> Tensor:
+        x = Convolutions.tokens(self, x)
+        return self.joined([torch.tanh(self.again(x[:, t]) + x[:, t]) for t in range(x.shape[1])])
+
+
+class AtOnce(InSteps):
+    def tokens(self, x: Tensor) -> Tensor:
+        x = Convolutions.tokens(self, x)
+        return torch.tanh(self.again(x) + x)
+
+
 class Cropped(Convolutions):
     def tokens(self, x: Tensor) -> Tensor:
         return super().tokens(pad(x[..., 4:, :], (0, 0, 0, 4)))
@@ -91,6 +140,19 @@ def test_what_is_no_stem(kind):
     wiring = freeze_of(made(kind), x).wiring
     assert wiring.inputs[0].stem is None
     assert not isinstance(wiring.steps[0].reads[0][1].transport, WeightsThroughStem)
+
+
+@pytest.mark.parametrize("kind", [InSteps, WrittenInSteps, GrownInSteps])
+def test_a_loop_over_tokens_is_no_transport(kind):
+    with pytest.raises(UnsupportedModelError, match=r"no known mixer \(a loop over tokens\)"):
+        MambaRollout(made(kind)).attribute(noise(2, 3, SIDE, SIDE))
+
+
+def test_a_loop_over_tokens_that_do_not_read_one_another_is_one():
+    loop, at_once, x = made(EachAlone), made(AtOnce), noise(2, 3, SIDE, SIDE)
+    at_once.load_state_dict(loop.state_dict())
+    rows = [MambaRollout(model).attribute(x) for model in (loop, at_once)]
+    assert_close(*rows, 1e-6)
 
 
 def test_it_is_the_product_of_two_transports():
