@@ -351,6 +351,16 @@ def test_a_loops_maps_are_those_of_impulses_with_held_coefficients(kind):
     torch.testing.assert_close(hidden(module, x), module.maps(x), rtol=1e-5, atol=1e-5)
 
 
+def test_what_an_allocation_held_says_nothing():
+    module, x = StartedAhead().eval(), tokens()
+    torch.use_deterministic_algorithms(True)  # which fills it with NaN
+    try:
+        maps = hidden(module, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(maps, module.maps(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_loop_of_tokens_that_come_before_the_batch(batch):
     model, x = TimeFirst().eval(), torch.randn(batch, 7, WIDTH)

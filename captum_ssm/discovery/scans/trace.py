@@ -16,6 +16,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.weak import WeakIdKeyDictionary
 
 
+_ALLOCATIONS = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
+
+
 class Traced(NamedTuple):
     """A tensor as it was when a call had made it: one of the call's outputs."""
 
@@ -58,13 +61,11 @@ class TracedCall:
         return [*tree_leaves(self.function(*args, **kwargs)), *(leaves[n] for n in self.written)]
 
     def values(self) -> list[Any]:
-        """Its arguments as they were then: what was written over since is computed again."""
-        return [
-            made.call.outputs(made.call.values())[made.output]
-            if made is not None and version_of(x) != version
-            else x
-            for x, made, version in zip(self.leaves, self.made, self.versions, strict=True)
-        ]
+        """Its arguments as they were then: what was written over since is computed again.
+
+        What an allocation happened to hold, which may be anything, is zeros.
+        """
+        return [*map(_as_it_was, self.leaves, self.made, self.versions)]
 
 
 class CallTrace:
@@ -94,6 +95,14 @@ class CallTrace:
                 if torch.is_tensor(x):
                     self._made[x] = Traced(call, n), version_of(x)
         return result
+
+
+def _as_it_was(x: Any, made: Traced | None, version: int) -> Any:
+    if made is not None and made.call.function in _ALLOCATIONS:
+        return torch.zeros_like(x)
+    if made is None or version_of(x) == version:
+        return x
+    return made.call.outputs(made.call.values())[made.output]
 
 
 def version_of(x: Any) -> int:
