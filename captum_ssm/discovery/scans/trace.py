@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-
 _ALLOCATIONS = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 
 
